@@ -194,7 +194,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
     server.FedAvg = lambda **settings: kind(**settings, **more)
     rates = {"digits": 0.05, "adapters": 0.2}
     config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
-    config["learning-rate"] = rates[package]
+    config |= {"learning-rate": rates[package], "dirichlet": 0.0}
     moved = np.zeros(2)
 
     def count(way: int) -> Any:

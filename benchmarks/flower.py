@@ -118,7 +118,8 @@ def measure_latency(options: argparse.Namespace) -> None:
     print("|---|---|---|---|")
     for name, way in ways.items():
         with deployed(num_nodes=options.nodes, preload=PRELOAD, **way) as deployment:
-            rows = train(deployment, APP, {"rounds": options.rounds, "recipe": options.recipe})
+            config = {"num-server-rounds": options.rounds, "recipe": options.recipe}
+            rows = train(deployment, APP, config)
         rounds = [row["round_seconds"] for row in rows[1:]]
         work = median([row["work_seconds"] for row in rows[1:]])
         print(f"| {name} | {min(rounds):.2f} | {median(rounds):.2f} | {work:.2f} |", flush=True)
@@ -189,7 +190,7 @@ def measure_bytes(options: argparse.Namespace) -> None:
         rates = (now() - idle)[1:] / 15
         directory = deployment.directory.parent / "run"
         settings = {"num-clients": options.nodes, "run-dir": str(directory)}
-        settings |= {"rounds": options.rounds, "recipe": options.recipe}
+        settings |= {"num-server-rounds": options.rounds, "recipe": options.recipe}
         settings["downlink"] = options.downlink
         deployment.run(APP, settings)
         wait_for_round(directory, 2)  # the app itself has been sent to the nodes by then
@@ -287,7 +288,7 @@ def measure_example(options: argparse.Namespace) -> None:
     print(f"{options.nodes} nodes, {options.rounds} rounds; bytes per node and round\n", flush=True)
     print("| app | accuracy, last 5 rounds | payload sent | payload received | sent | received |")
     print("|---|---|---|---|---|---|")
-    config: dict[str, ConfigValue] = {"num-clients": options.nodes, "rounds": options.rounds}
+    config: dict[str, ConfigValue] = {"num-clients": options.nodes}
     preload = ("torch", "sklearn.datasets", "aqg.flower")
     for name in (options.app,) if options.app else ("before", "own-server"):
         with ExitStack() as stack:
@@ -296,15 +297,17 @@ def measure_example(options: argparse.Namespace) -> None:
             ports = [node.link_port for node in deployment.nodes]
             start = _traffic(deployment, sniffer, ports)
             if name == "before":
-                wait(deployment, deployment.run(EXAMPLE / name, config))
+                wait(
+                    deployment,
+                    deployment.run(EXAMPLE / name, {**config, "rounds": options.rounds}),
+                )
                 log = deployment.processes.read_log("superlink-worker")
                 accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
                 payloads = [plain_upload_bytes()] * 2
             else:
                 more = {"recipe": options.recipe, "downlink": options.downlink}
-                rows = train(
-                    deployment, EXAMPLE / name, {**config, **more, "trust-partition-id": True}
-                )
+                more |= {"num-server-rounds": options.rounds, "trust-partition-id": True}
+                rows = train(deployment, EXAMPLE / name, {**config, **more})
                 accuracies = [row["test_accuracy"] for row in rows if "test_accuracy" in row]
                 shares = options.nodes * len(rows)
                 payloads = [
@@ -342,7 +345,7 @@ def measure_large(options: argparse.Namespace) -> None:
             deployment,
             LARGE_APP,
             {
-                "rounds": 2,
+                "num-server-rounds": 2,
                 "recipe": options.recipe,
                 "downlink": options.downlink,
                 "parameters": options.parameters,

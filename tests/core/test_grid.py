@@ -174,7 +174,7 @@ def test_a_client_gets_what_is_shorter():
         log.append(entry)
     frame = merged(held, data, 4)
     found = log.deliver(5, lambda: bytes(10_000), lambda: held[-1])
-    assert (found.snapshot, found.merged, found.num_bytes) == (None, frame, len(frame))
+    assert (found.snapshot, found.merged, found.num_bytes) == (b"", frame, len(frame))
     assert found.num_bytes < len(log.frame(5))
     assert not ModelLog(1, data).deliver(5, lambda: bytes(10_000), lambda: held[-1]).merged
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))

@@ -226,7 +226,7 @@ def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) ->
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
     made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    made = made.for_updates(order.exact)
+    made = made.for_updates(order.updates)
     if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: the server has aqg "

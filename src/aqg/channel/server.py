@@ -33,7 +33,7 @@ from aqg.core.public import Entry, advance
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
-from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
+from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
+    from aqg.core.server import Peer
     from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
@@ -265,7 +266,7 @@ class Channel:
         is_full = is_behind and not first
         specs = self.schema.chosen(copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        stamp = self._peer(place, copy.layout, size, dtype).entry.stamp
+        stamp = self._peer(place, copy.layout, size, dtype).held.stamp
         order = Order(
             run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
@@ -290,7 +291,7 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            exact=settings.exact,
+            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
@@ -382,7 +383,7 @@ class Channel:
         specs = self.schema.chosen(phase.copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         peer = self._peer(self._place(node), phase.copy.layout, size, dtype)
-        reply = reply_from_bytes(part, peer.entry.stamp)
+        reply = reply_from_bytes(part, peer.held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:

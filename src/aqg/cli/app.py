@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +45,7 @@ from aqg.sim.problem import Problem
 
 if TYPE_CHECKING:  # these take their time to import
     from aqg.contrib.theory import Curvature, LyapunovTrace
-    from aqg.flower.demo import Demo, NodeBytes
+    from aqg.flower.demo import Demo
 
 app = typer.Typer(
     name="aqg",
@@ -232,7 +231,7 @@ def theory(options: TheoryOptions) -> None:
             num_rounds = min(one.rounds, options.rounds or one.rounds)
             trace, end = _follow(console, one, problem, num_rounds)
         advice = advise(one, problem.num_clients, landscape, trace, end)
-        found.append(advice.to_json())
+        found.append(advice.row)
         if not options.as_json:
             console.print(f"\n[bold]{one.recipe}, {one.title}[/bold]", highlight=False)
             for line in sentences(advice):
@@ -296,11 +295,11 @@ def demo(
         rows = running.byte_table(_train(console, running))
         summary = running.summary()
     if as_json:
-        result = {**summary, "nodes": [asdict(row) for row in rows], "directory": str(directory)}
+        result = {**summary, "nodes": rows, "directory": str(directory)}
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     found = read_metrics(summary)
-    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
+    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
     console.print(
         f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
     )
@@ -338,14 +337,15 @@ def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
         return running.run(show)
 
 
-def _byte_table(nodes: list[NodeBytes]) -> Table:
+def _byte_table(nodes: list[dict[str, int]]) -> Table:
     names = ("uploads", "upload_bytes", "download_bytes", "total_bytes", "plain_bytes")
-    counts = [(str(node.node), *(getattr(node, name) for name in names)) for node in nodes]
-    sums = (sum(getattr(node, name) for node in nodes) for name in names)
+    counts = [[node[name] for name in names] for node in nodes]
+    counts.append([sum(column) for column in zip(*counts, strict=True)])
     rows = []
-    for node, uploads, *sizes in [*counts, ("all", *sums)]:
+    labels = [*(str(node["node"]) for node in nodes), "all"]
+    for label, (uploads, *sizes) in zip(labels, counts, strict=True):
         *_, total, plain = sizes
         ratio = f"{plain / total:.3g}×" if total else "-"
-        rows.append((node, str(uploads), *map(format_bytes, sizes), ratio))
+        rows.append((label, str(uploads), *map(format_bytes, sizes), ratio))
     header = ("node", "uploads", "up", "down", "total", "as float32", "smaller")
     return Table("nodes", "Nodes", "", header, tuple(rows), num_labels=1)

@@ -6,13 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aqg.flower.client_app import make_client_app
     from aqg.flower.compressed import Compressed
     from aqg.flower.late import Buffered
     from aqg.flower.mod import aqg_mod, make_mod
-    from aqg.flower.server_app import make_server_app
-    from aqg.flower.strategy import AQG
-    from aqg.flower.task import FlowerTask, flatten, load_flat
+    from aqg.flower.strategy import AQG, make_server_app
+    from aqg.flower.task import FlowerTask, flatten, load_flat, make_client_app
 
 _HOMES = {
     "AQG": "aqg.flower.strategy",
@@ -22,9 +20,9 @@ _HOMES = {
     "aqg_mod": "aqg.flower.mod",
     "flatten": "aqg.flower.task",
     "load_flat": "aqg.flower.task",
-    "make_client_app": "aqg.flower.client_app",
+    "make_client_app": "aqg.flower.task",
     "make_mod": "aqg.flower.mod",
-    "make_server_app": "aqg.flower.server_app",
+    "make_server_app": "aqg.flower.strategy",
 }
 
 __all__ = [

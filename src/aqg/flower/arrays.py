@@ -47,7 +47,6 @@ def array_of(tensor: Tensor) -> Array:
 
 
 def is_readable(record: ArrayRecord) -> bool:
-    """Tell whether a record holds nothing but NumPy's arrays."""
     return all(array.stype == _NUMPY for array in record.values())
 
 
@@ -57,5 +56,4 @@ def values_of(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def record_of(values: Iterable[tuple[str, Tensor]]) -> ArrayRecord:
-    """Return a record of tensors, which are taken one after the other."""
     return ArrayRecord({name: array_of(tensor) for name, tensor in values})

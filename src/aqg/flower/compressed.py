@@ -17,11 +17,12 @@ from aqg.channel.settings import make_settings
 from aqg.errors import ConfigError
 from aqg.flower.grid import CompressedGrid, Counts
 from aqg.flower.late import Buffered
+from aqg.flower.wrappers import OuterStrategy, require_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from flwr.app import ConfigRecord, Message, MetricRecord
+    from flwr.app import Message
     from flwr.serverapp import Grid
 
 _logger = logging.getLogger("flwr.aqg")
@@ -41,7 +42,7 @@ _AVERAGING = (
 )
 
 
-class Compressed(Strategy):
+class Compressed(OuterStrategy):
     """Runs another strategy with messages compressed in both directions.
 
     Clients need the mod: ``ClientApp(mods=[aqg_mod])``. It must be the outermost wrapper, around
@@ -81,7 +82,7 @@ class Compressed(Strategy):
         seed: int = 0,
         start: str = "auto",
     ) -> None:
-        _require_strategy(strategy)
+        require_strategy(strategy)
         self.counts = Counts()
         self._is_running = False
         self.settings = make_settings(
@@ -98,7 +99,6 @@ class Compressed(Strategy):
         self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
         compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
         self.counts = compressed.counts
         self._is_running = True
@@ -116,54 +116,19 @@ class Compressed(Strategy):
             result.traffic = compressed.counts  # type: ignore[attr-defined]
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the strategy has and this class has not."""
-        if name == "strategy":  # while a copy is made of this object
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what only the strategy has on the strategy."""
         inner = self.__dict__.get("strategy")
         is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
         object.__setattr__(inner if is_inner else self, name, value)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask the strategy."""
-        self._require_running()
-        return self.strategy.configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Ask the strategy."""
-        return self.strategy.aggregate_train(server_round, replies)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask the strategy."""
-        self._require_running()
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Ask the strategy."""
-        return self.strategy.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        """Log what the strategy is set to."""
-        self.strategy.summary()
-
-    def _require_running(self) -> None:
+    def configure_train(self, *arguments: Any, **options: Any) -> Iterable[Message]:
         if not self._is_running:
             raise ConfigError(
                 "Compressed must be the outermost strategy: write Compressed(Other(FedAvg())), "
                 "not Other(Compressed(FedAvg()))"
             )
+        return super().configure_train(*arguments, **options)
 
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
@@ -207,19 +172,3 @@ def weighted_by(strategy: Strategy) -> str | None:
             return None
         strategy = inner
     return strategy.weighted_by_key
-
-
-def _require_strategy(strategy: object) -> None:
-    if isinstance(strategy, Strategy):
-        return
-    name = type(strategy).__name__
-    for kind in type(strategy).__mro__:
-        if kind.__module__.startswith("flwr.server.strategy"):
-            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
-            raise ConfigError(
-                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
-                f"flwr.serverapp.strategy.{new}"
-            )
-    raise ConfigError(
-        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
-    )

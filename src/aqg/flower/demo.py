@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from flwr.simulation import run_simulation
@@ -68,18 +67,9 @@ def digits_task(settings: Mapping[str, bool | int | float | str], context: Conte
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What ``aqg flower demo`` runs.
+    """What ``aqg flower demo`` runs."""
 
-    Attributes:
-        directory: where results go; new or empty.
-        nodes: how many SuperNodes.
-        rounds: how many rounds.
-        recipe: the compressor.
-        seed: makes the run repeatable.
-
-    """
-
-    directory: Path
+    directory: Path  # where results go; new or empty
     nodes: int = 3
     rounds: int = 20
     recipe: str = "auto"
@@ -92,7 +82,6 @@ class Demo:
 
     @property
     def settings(self) -> dict[str, bool | int | float | str]:
-        """Flower's settings for the server."""
         settings: dict[str, bool | int | float | str] = {
             "num-clients": self.nodes,
             "num-server-rounds": self.rounds,
@@ -115,94 +104,62 @@ class Demo:
         settings = self.settings
         read_settings(settings)
         create_directory(self.directory)
-        reporter = _Reporter()
-
-        def simulate() -> None:
-            try:
-                _simulate(settings, reporter)
-            except BaseException as error:
-                reporter.rounds.put(error)
-            reporter.rounds.put(None)
-
+        reporter = _Reporter(on_round)
         # Interrupts end the clients of a simulation in the main thread, and its server waits on.
-        thread = threading.Thread(target=simulate)
-        thread.start()
-        rows = []
-        try:
-            while (found := reporter.rounds.get()) is not None:
-                if isinstance(found, BaseException):
-                    raise found
-                rows.append(found)
-                on_round(found)
-        finally:
-            reporter.is_stopped = True
-            thread.join()
-        return rows
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(_simulate, settings, reporter)
+            try:
+                done.result()
+            finally:
+                reporter.is_stopped = True
+        return reporter.rows
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's results."""
         summary: dict[str, Any] = json.loads((self.run_directory / SUMMARY).read_text())
         return summary
 
-    def byte_table(self, rows: list[dict[str, Any]]) -> list[NodeBytes]:
-        """Return what every node has sent and received in these rounds."""
+    def byte_table(self, rows: list[dict[str, Any]]) -> list[dict[str, int]]:
+        """Return what every node has sent and received in these rounds.
+
+        ``plain_bytes`` is what a gradient and a model as float32 in every round would have taken.
+        """
         num_params = build_problem(digits_config(self.settings)).objective.num_params
-        return [
-            NodeBytes(
-                node=node,
-                uploads=sum(row["widths"][node] > 0 for row in rows),
-                upload_bytes=(sent := sum(row[UPLOADS][node] for row in rows)),
-                download_bytes=(received := sum(row[DOWNLOADS][node] for row in rows)),
-                total_bytes=sent + received,
-                plain_bytes=2 * _FLOAT_BYTES * num_params * len(rows),
-            )
+        totals = [
+            [sum(row[name][node] for row in rows) for name in (UPLOADS, DOWNLOADS)]
             for node in range(self.nodes)
+        ]
+        return [
+            {
+                "node": node,
+                "uploads": sum(row["widths"][node] > 0 for row in rows),
+                "upload_bytes": up,
+                "download_bytes": down,
+                "total_bytes": up + down,
+                "plain_bytes": 2 * _FLOAT_BYTES * num_params * len(rows),
+            }
+            for node, (up, down) in enumerate(totals)
         ]
 
 
-@dataclass(frozen=True)
-class NodeBytes:
-    """What one node cost in a run.
-
-    Attributes:
-        node: which.
-        uploads: how often it sent something.
-        upload_bytes: length of its frames.
-        download_bytes: length of what its orders carried.
-        total_bytes: both.
-        plain_bytes: length of a gradient and a model as float32, in every round.
-
-    """
-
-    node: int
-    uploads: int
-    upload_bytes: int
-    download_bytes: int
-    total_bytes: int
-    plain_bytes: int
-
-
 class _Reporter:
-    """A logger that passes every round on, and ends the run when it is told to."""
+    """Passes every round on, and ends the run when it is told to."""
 
-    def __init__(self) -> None:
-        self.rounds: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
+    def __init__(self, on_round: Callable[[dict[str, Any]], None]) -> None:
+        self.rows: list[dict[str, Any]] = []
         self.is_stopped = False
-
-    def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Do nothing."""
+        self._on_round = on_round
 
     def round(self, report: RoundReport) -> None:
-        """Pass a round on."""
         if self.is_stopped:
             raise RunError("the run was interrupted")
-        self.rounds.put(json.loads(report.to_json()))
+        self.rows.append(json.loads(report.to_json()))
+        self._on_round(self.rows[-1])
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def start(self, config: Mapping[str, Any], next_round: int) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _simulate(settings: Mapping[str, Any], reporter: _Reporter) -> None:

@@ -53,7 +53,6 @@ _SMALL = ("c", "m")
 COMPRESSED, FULL, BESIDE = "a", "f", "x"
 HELLO, ON_DISK, ENDED = "h", "d", "e"
 _WITH_PART = (COMPRESSED, FULL)
-_MOST_BYTES = 1 << 40
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
 _logger = logging.getLogger("flwr.aqg")
@@ -61,33 +60,24 @@ _logger = logging.getLogger("flwr.aqg")
 
 @dataclass
 class Envelope:
-    """What a message holds.
+    """What a message holds."""
 
-    Attributes:
-        records: name, kind and, for small ones, content of each record, in order.
-        parts: what stands for the array records of kinds ``a`` and ``f``, in order.
-        version: of the ``aqg`` that wrote it.
-        says_version: whether it is in the envelope; else both sides are known to have the same.
-
-    """
-
+    # name, kind and, for small ones, content of each record, in order
     records: list[tuple[str, str, Any]] = field(default_factory=list)
+    # what stands for the array records of kinds ``a`` and ``f``, in order
     parts: list[bytes] = field(default_factory=list)
-    version: str = __version__
-    says_version: bool = True
+    version: str = __version__  # of the ``aqg`` that wrote it
+    says_version: bool = True  # else both sides are known to have the same
 
     def add(self, name: str, record: ConfigRecord | MetricRecord) -> None:
-        """Put a small record in."""
         kind = "c" if isinstance(record, ConfigRecord) else "m"
         self.records.append((name, kind, {key: _plain(value) for key, value in record.items()}))
 
     def add_model(self, name: str, kind: str, part: bytes) -> None:
-        """Put in what stands for an array record."""
         self.records.append((name, kind, None))
         self.parts.append(part)
 
     def to_bytes(self) -> bytes:
-        """Write it."""
         rows = [
             [name, kind] if rest is None else [name, kind, rest]
             for name, kind, rest in self.records
@@ -128,7 +118,6 @@ class Envelope:
         return envelope
 
     def small(self, kind: str, content: Any) -> ConfigRecord | MetricRecord:
-        """Return a small record."""
         values = {key: _rich(value) for key, value in content.items()}
         try:
             return ConfigRecord(values) if kind == "c" else MetricRecord(values)
@@ -136,42 +125,27 @@ class Envelope:
             raise MessageError(f"a record of the message cannot be read: {error}") from None
 
 
-Payload = ConfigRecord | ArrayRecord
-
-
-def pack_payload(data: bytes) -> Payload:
-    """Return the record that carries ``data``."""
+def pack(envelope: Envelope) -> ConfigRecord | ArrayRecord:
+    data = envelope.to_bytes()
     if len(data) <= LARGE_BYTES:
         return ConfigRecord({_BYTES: data})
     return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
 
 
-def unpack_payload(content: RecordDict, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of the record called ``name``; more than ``max_bytes`` are refused."""
-    record = content.get(name)
+def unpack(content: RecordDict) -> Envelope:
+    """Return the envelope in a message.
+
+    Raises `MessageError` or `WireError` where there is none, and where another version of ``aqg``
+    wrote it.
+    """
+    record = content.get(RECORD)
     if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
-        raise MessageError(f"the message has no record {name!r} with bytes alone")
+        raise MessageError(f"the message has no record {RECORD!r} with bytes alone")
     value: Any = record[_BYTES]
     data = value.data if isinstance(value, Array) else value
     if not isinstance(data, bytes):
-        raise MessageError(f"record {name!r} holds {type(data).__name__}, not bytes")
-    if len(data) > max_bytes:
-        raise MessageError(f"record {name!r} has {len(data)} bytes; {max_bytes} are the most")
-    return data
-
-
-def pack(envelope: Envelope) -> Payload:
-    """Return the record of an envelope."""
-    return pack_payload(envelope.to_bytes())
-
-
-def unpack(content: RecordDict, max_bytes: int = _MOST_BYTES) -> Envelope:
-    """Return the envelope in a message.
-
-    Raises `MessageError` or `WireError` where there is none, where it is longer than ``max_bytes``,
-    and where another version of ``aqg`` wrote it.
-    """
-    envelope = Envelope.from_bytes(unpack_payload(content, RECORD, max_bytes))
+        raise MessageError(f"record {RECORD!r} holds {type(data).__name__}, not bytes")
+    envelope = Envelope.from_bytes(data)
     if envelope.version != __version__:
         raise MessageError(
             f"the other side has aqg {envelope.version}, this one {__version__}; both need the "

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import secrets
 import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import Counter, defaultdict
+from dataclasses import astuple, dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 
 from aqg.channel.server import Channel, LostError
 from aqg.channel.tensors import is_finite, is_same
@@ -36,12 +36,13 @@ from aqg.flower.envelope import (
     unpack,
 )
 from aqg.flower.metrics import plain
-from aqg.flower.private import answer_to, bounded_pulls, name_message, pause_after
+from aqg.flower.private import answer_to, name_message, replies_to
+from aqg.flower.wrappers import OuterGrid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flwr.supercore.run import Run
+    from flwr.serverapp import Grid
 
     from aqg.channel.server import Phase, Taken
     from aqg.channel.settings import Settings
@@ -51,7 +52,6 @@ _logger = logging.getLogger("flwr.aqg")
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
-_FOREVER = 1e9
 _UNKNOWN = 0
 _LONGEST = 300
 _MOST_EXAMPLES = 1e12
@@ -70,31 +70,29 @@ class _Sent(NamedTuple):
     identifier: str
     repeats: int = 0
 
+    @property
+    def node(self) -> int:
+        return self.message.metadata.dst_node_id
+
+    @property
+    def kind(self) -> str:
+        return _kind_of(self.message)
+
 
 @dataclass
 class Traffic:
-    """What went to and from nodes, in bytes handed to Flower.
+    """What went to and from nodes, in bytes handed to Flower."""
 
-    Attributes:
-        down: to nodes.
-        up: from nodes.
-        plain_down: what it would have been without compression.
-        plain_up: likewise.
-
-    """
-
-    down: int = 0
-    up: int = 0
-    plain_down: int = 0
-    plain_up: int = 0
+    down: int = 0  # to nodes
+    up: int = 0  # from nodes
+    plain_down: int = 0  # what it would have been without compression
+    plain_up: int = 0  # likewise
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.down + other.down,
-            self.up + other.up,
-            self.plain_down + other.plain_down,
-            self.plain_up + other.plain_up,
-        )
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.sub, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
         sizes = self.up, self.plain_up, self.down, self.plain_down
@@ -104,63 +102,45 @@ class Traffic:
 
 @dataclass
 class NodeCounts:
-    """What happened with one node.
-
-    Attributes:
-        train: bytes of training.
-        evaluate: bytes of evaluation.
-        refused: its replies that were refused.
-        lost: how often it had to be sent the whole model again.
-
-    """
+    """What happened with one node."""
 
     train: Traffic = field(default_factory=Traffic)
     evaluate: Traffic = field(default_factory=Traffic)
-    refused: int = 0
-    lost: int = 0
+    refused: int = 0  # its replies that were refused
+    lost: int = 0  # how often it had to be sent the whole model again
 
     def of(self, kind: str) -> Traffic:
-        """Return the bytes of one kind of message."""
         return self.train if kind == "train" else self.evaluate
+
+    @property
+    def whole(self) -> Traffic:
+        return self.train + self.evaluate
 
 
 @dataclass
 class Counts:
-    """What happened in a run so far.
+    """What happened in a run so far, with each node and in all."""
 
-    Attributes:
-        nodes: with each node.
-
-    """
-
-    nodes: dict[int, NodeCounts] = field(default_factory=dict)
-
-    def node(self, node: int) -> NodeCounts:
-        """Return what happened with a node."""
-        return self.nodes.setdefault(node, NodeCounts())
+    nodes: dict[int, NodeCounts] = field(default_factory=lambda: defaultdict(NodeCounts))
 
     @property
     def train(self) -> Traffic:
-        """Bytes of training, of all nodes."""
         return sum((counts.train for counts in self.nodes.values()), Traffic())
 
     @property
     def evaluate(self) -> Traffic:
-        """Bytes of evaluation, of all nodes."""
         return sum((counts.evaluate for counts in self.nodes.values()), Traffic())
 
     @property
     def refused(self) -> Counter[int]:
-        """Replies that were refused, by node."""
         return Counter({n: counts.refused for n, counts in self.nodes.items() if counts.refused})
 
     @property
     def lost(self) -> int:
-        """How often a node had to be sent the whole model again."""
         return sum(counts.lost for counts in self.nodes.values())
 
 
-class CompressedGrid(Grid):
+class CompressedGrid(OuterGrid):
     """Compresses what passes through another grid.
 
     Args:
@@ -168,11 +148,11 @@ class CompressedGrid(Grid):
         settings: what the user chose.
         weighted_by: the metric that says how many examples a node has, where the strategy is
             Flower's and takes replies of one kind only; None: it takes any.
-        make_channel: makes what compresses a model, from the name of the run and the model.
         run_name: names the run; by default at random.
 
     Attributes:
         inner: the other grid.
+        channels: of models that were sent, or will be, by the names of their records.
         check_reply: raises `MessageError` where a node's reply to a train message will not do.
         counts: what happened so far.
 
@@ -183,18 +163,16 @@ class CompressedGrid(Grid):
         grid: Grid,
         settings: Settings,
         weighted_by: str | None = None,
-        make_channel: Callable[[str, Values], Channel] | None = None,
         run_name: str = "",
     ) -> None:
-        self.inner = grid
+        super().__init__(grid)
         self.check_reply: Callable[[RecordDict], None] = lambda _: None
-        self._make_channel = make_channel or partial(Channel, settings=settings)
+        self.channels: dict[str, Channel] = {}
         self._prepared: Channel | None = None
         self._settings = settings
         self._weighted_by = weighted_by
         self._run_name = run_name or secrets.token_hex(8)
-        self._num_models = 0
-        self._channels: dict[str, Channel] = {}
+        self._numbers = count()
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
         self._whole: dict[str, tuple[int, ArrayRecord]] = {}
         self._open: dict[str, _Sent] = {}
@@ -205,32 +183,7 @@ class CompressedGrid(Grid):
         self._remembering: dict[int, str] = {}
         self.counts = Counts()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def set_run(self, run: Run) -> None:
-        """Tell the grid which run it is for."""
-        self.inner.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self.inner.run
-
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        """Make a message, as Flower's grid does."""
-        return self.inner.create_message(*arguments, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are connected."""
-        return self.inner.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes that are connected."""
-        return self.inner.get_nodes()
-
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, compressed; return their identifiers."""
         messages = list(messages)
         phases = self._publish(messages)
         sent = [
@@ -249,7 +202,6 @@ class CompressedGrid(Grid):
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there, with whole models."""
         wanted = {self._renamed.get(identifier, identifier) for identifier in message_ids}
         replies = []
         for reply in self.inner.pull_messages(wanted):
@@ -268,39 +220,24 @@ class CompressedGrid(Grid):
         before = self.counts.train + self.counts.evaluate
         identifiers = set(self.push_messages(messages))
         sent = {i: self._open[i] for i in identifiers if i in self._open}
-        started, replies = time.monotonic(), list[Message]()
-        seconds = _FOREVER if timeout is None else timeout
-        while identifiers:
-            waited = time.monotonic() - started
-            with bounded_pulls(max(0.0, seconds - waited)):
-                found = list(self.pull_messages(identifiers))
-            replies += found
-            identifiers -= {reply.metadata.reply_to_message_id for reply in found}
-            waited = time.monotonic() - started
-            if not identifiers or waited >= seconds:
-                break
-            time.sleep(pause_after(waited, seconds))
-        for identifier in identifiers:  # what comes for them now finds nobody
+        replies = [
+            r for found in replies_to(self.pull_messages, identifiers, timeout) for r in found
+        ]
+        for identifier in identifiers - {*map(_answers, replies)}:  # what comes now finds nobody
             self._open.pop(self._renamed.pop(identifier, identifier), None)
-        _log_traffic(before, self.counts.train + self.counts.evaluate)
+        moved = self.counts.train + self.counts.evaluate - before
+        if moved.up or moved.down:
+            _logger.info("aqg: %s", moved)
         return self._comparable(replies, sent)
-
-    def open(self, name: str, record: ArrayRecord) -> Channel:
-        """Begin with a model before it is sent."""
-        channel = self._make_channel(f"{self._run_name}{self._num_models}", values_of(record))
-        self._channels[name] = channel
-        self._num_models += 1
-        return channel
 
     def prepare(self, record: ArrayRecord) -> ArrayRecord:
         """Begin with the model that a strategy starts from; return it as nodes will have it."""
         if not record or not is_readable(record):
             return record
         try:
-            self._prepared = self._make_channel(f"{self._run_name}0", values_of(record))
+            self._prepared = self._make_channel(values_of(record), self._settings)
         except ConfigError:  # said when it is sent
             return record
-        self._num_models += 1
         return record_of(self._prepared.copied().items())
 
     def finish(self, nodes: Iterable[int] = ()) -> None:
@@ -322,13 +259,7 @@ class CompressedGrid(Grid):
         if messages:
             self._remembering = {}
             identifiers = set(self.inner.push_messages(messages))
-            started = time.monotonic()
-            while identifiers and (waited := time.monotonic() - started) < _FAREWELL_SECONDS:
-                with bounded_pulls(_FAREWELL_SECONDS - waited):
-                    found = list(self.inner.pull_messages(identifiers))
-                identifiers -= {reply.metadata.reply_to_message_id for reply in found}
-                if identifiers:
-                    time.sleep(pause_after(waited, _FAREWELL_SECONDS))
+            list(replies_to(self.inner.pull_messages, identifiers, _FAREWELL_SECONDS))
         _logger.info("aqg: training took %s", self.counts.train)
         _logger.info("aqg: evaluation took %s", self.counts.evaluate)
 
@@ -369,7 +300,7 @@ class CompressedGrid(Grid):
             self._warn(f"{name!r} holds nothing that can be compressed; it is sent as it is")
             return None
         values = self._values(name, record)
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         if channel is not None and not channel.schema.fits(values):
             _logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
             channel = None
@@ -378,12 +309,12 @@ class CompressedGrid(Grid):
                 channel = self._channel_of(values)
             except ConfigError as error:
                 has_floats = any(tensor.dtype.kind == "f" for tensor in values.values())
-                if has_floats and len(message.content.array_records) == 1 and not self._channels:
+                if has_floats and len(message.content.array_records) == 1 and not self.channels:
                     raise
-                self._channels.pop(name, None)
+                self.channels.pop(name, None)
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
-            self._channels[name] = channel
+            self.channels[name] = channel
             self._whole[name] = channel.version, record  # at first the copy is the model
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
@@ -401,12 +332,12 @@ class CompressedGrid(Grid):
             own = ready.copied()
             if all(is_same(tensor, own[name]) for name, tensor in values.items()):
                 return ready
-        run = f"{self._run_name}{self._num_models}"
-        self._num_models += 1
-        if self._settings.start == "digest":
-            return self._make_channel(run, values)
         # a strategy goes on from what it has: what nodes start from must not be another model
-        return Channel(run, values, replace(self._settings, start="exact"))
+        start = "digest" if self._settings.start == "digest" else "exact"
+        return self._make_channel(values, replace(self._settings, start=start))
+
+    def _make_channel(self, values: Values, settings: Settings) -> Channel:
+        return Channel(f"{self._run_name}{next(self._numbers)}", values, settings)
 
     def _values(self, name: str, record: ArrayRecord) -> Values:
         """Return a record's tensors: the same as last time where its arrays are."""
@@ -418,9 +349,8 @@ class CompressedGrid(Grid):
         return values
 
     def _compress(self, message: Message, phases: dict[str, Phase]) -> Message:
-        """Return the message that travels in place of the strategy's."""
         kind, node = _kind_of(message), message.metadata.dst_node_id
-        traffic = self.counts.node(node).of(kind)
+        traffic = self.counts.nodes[node].of(kind)
         traffic.plain_down += num_bytes(message.content)
         if not phases:
             traffic.down += num_bytes(message.content)
@@ -453,34 +383,33 @@ class CompressedGrid(Grid):
         )
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
-        """Return the public copy as a record."""
         if name not in self._whole or self._whole[name][0] != channel.version:
             self._whole[name] = channel.version, record_of(channel.copied().items())
         return self._whole[name][1]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""
-        node = sent.message.metadata.dst_node_id
+        node = sent.node
         if reply.has_error():
             if node not in self._speakers and sent.repeats < 1:  # it may lack the mod
                 news = [p for p in sent.phases.values() if p.channel.is_compact(node)]
                 if news:
                     return self._send_again(sent, "it answers with an error")
-            return _replaced(sent, reply)
-        traffic = self.counts.node(node).of(_kind_of(sent.message))
+            answer_to(reply, sent.identifier)  # even if that had to be sent again
+            return reply
+        traffic = self.counts.nodes[node].of(sent.kind)
         try:
             traffic.up += num_bytes(reply.content)
-            content, taken = self._unpack(sent, reply.content, node)
+            content, taken = self._unpack(sent, reply.content)
             self._check(sent, content)
-            if _kind_of(sent.message) == "train":
+            if sent.kind == "train":
                 self.check_reply(content)
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
-            return self._refused(sent, plain(str(error), _LONGEST))
+            return self._refused(sent, str(error))
         except Exception as error:  # whatever a node sends, the run goes on
-            reason = f"its reply cannot be read: {type(error).__name__}: {error}"
-            return self._refused(sent, plain(reason, _LONGEST))
+            return self._refused(sent, f"its reply cannot be read: {type(error).__name__}: {error}")
         for part in taken:  # nothing has changed before
             part.commit()
         traffic.plain_up += num_bytes(content)
@@ -488,17 +417,16 @@ class CompressedGrid(Grid):
             if part.channel.makes_model:
                 traffic.plain_up += part.channel.num_bytes
         reply.content = content
-        return _replaced(sent, reply)
+        answer_to(reply, sent.identifier)
+        return reply
 
-    def _unpack(
-        self, sent: _Sent, content: RecordDict, node: int
-    ) -> tuple[RecordDict, list[Taken]]:
+    def _unpack(self, sent: _Sent, content: RecordDict) -> tuple[RecordDict, list[Taken]]:
         """Return a reply's records, and what is to be noted once they have been checked."""
         if not sent.phases:
             return content, []
         if RECORD not in content:
-            return self._unpack_plain(sent, content, node), []
-        envelope = unpack(content)
+            return self._unpack_plain(sent, content), []
+        envelope, node = unpack(content), sent.node
         parts, records, taken = iter(envelope.parts), dict[str, Any](), []
         for name, kind, values in envelope.records:
             if kind == COMPRESSED:
@@ -524,8 +452,9 @@ class CompressedGrid(Grid):
             phase.channel.note(node, phase)
         return RecordDict(records), taken
 
-    def _unpack_plain(self, sent: _Sent, content: RecordDict, node: int) -> RecordDict:
+    def _unpack_plain(self, sent: _Sent, content: RecordDict) -> RecordDict:
         """Return the reply of a node without the mod, which holds whole models."""
+        node = sent.node
         if node in self._speakers or any(p.channel.makes_model for p in sent.phases.values()):
             before = ", with which it answered before" if node in self._speakers else ""
             raise MessageError(
@@ -564,7 +493,7 @@ class CompressedGrid(Grid):
         metrics, arrays = list(content.metric_records.values()), len(content.array_records)
         if len(metrics) != 1:
             raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
-        if _kind_of(sent.message) == "train" and arrays != 1:
+        if sent.kind == "train" and arrays != 1:
             raise MessageError(f"its reply has {arrays} ArrayRecords; it must have one")
         weight: Any = metrics[0].get(key)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -613,21 +542,18 @@ class CompressedGrid(Grid):
                     f"its metric {key!r} is {weight:g}; all others together have {total - weight:g}"
                 )
         return [
-            self._refused(sent[_answers(r)], plain(reasons[_answers(r)], _LONGEST))
-            if _answers(r) in reasons
-            else r
+            self._refused(sent[_answers(r)], reasons[_answers(r)]) if _answers(r) in reasons else r
             for r in replies
         ]
 
     def _send_again(self, sent: _Sent, why: str) -> Message | None:
         """Send a node the whole model, in the place of what it could not follow."""
-        node = sent.message.metadata.dst_node_id
         for phase in sent.phases.values():
-            phase.channel.forget(node)
-        self.counts.node(node).lost += 1
+            phase.channel.forget(sent.node)
+        self.counts.nodes[sent.node].lost += 1
         is_late = any(p.channel.version != p.version for p in sent.phases.values())
         if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
-            return self._refused(sent, f"it cannot follow the model: {plain(why, _LONGEST)}")
+            return self._refused(sent, f"it cannot follow the model: {why}")
         again = self._compress(sent.message, sent.phases)
         taken = list(self.inner.push_messages([again]))
         if not taken or taken[0] is None:
@@ -637,9 +563,8 @@ class CompressedGrid(Grid):
         return None
 
     def _refused(self, sent: _Sent, reason: str) -> Message:
-        node = sent.message.metadata.dst_node_id
-        self.counts.node(node).refused += 1
-        text = f"node {node}: {reason}"
+        self.counts.nodes[sent.node].refused += 1
+        text = f"node {sent.node}: {plain(reason, _LONGEST)}"
         _logger.warning("%s", text)
         return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=sent.message)
 
@@ -676,21 +601,3 @@ def _is_equal(one: ArrayRecord, other: ArrayRecord) -> bool:
     return list(one) == list(other) and all(
         one[name] is other[name] or one[name].data == other[name].data for name in one
     )
-
-
-def _replaced(sent: _Sent, reply: Message) -> Message:
-    """Return a reply that answers the strategy's message, even if it had to be sent again."""
-    if reply.metadata.reply_to_message_id != sent.identifier:
-        answer_to(reply, sent.identifier)
-    return reply
-
-
-def _log_traffic(before: Traffic, after: Traffic) -> None:
-    moved = Traffic(
-        after.down - before.down,
-        after.up - before.up,
-        after.plain_down - before.plain_down,
-        after.plain_up - before.plain_up,
-    )
-    if moved.up or moved.down:
-        _logger.info("aqg: %s", moved)

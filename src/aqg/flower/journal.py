@@ -7,9 +7,11 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,12 +19,11 @@ from aqg.errors import ConfigError, RunError
 from aqg.flower.loggers import MLflow, RunDirectory, RunLogger, TensorBoard, config_of
 from aqg.flower.memory import BY_PARTITION
 from aqg.flower.metrics import EVALUATED, TRAINED, metric_fields
-from aqg.flower.reports import RoundReport, summarize_reports
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import check_book
 from aqg.protocol.store import read_arrays, write_arrays
 from aqg.runs.cost import ClientBytes
-from aqg.runs.directory import CHECKPOINT, ROUNDS, Line, finite_or_none, read_rows
+from aqg.runs.directory import CHECKPOINT, ROUNDS, Line, finite_or_none, read_lines, read_rows
 from aqg.runs.files import locked
 from aqg.runs.loop import ModelFiles
 from aqg.runs.summary import summarize
@@ -33,54 +34,38 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.channel.stepping import SteppingChannel
+    from aqg.flower.reports import RoundReport
     from aqg.flower.roster import Roster
     from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
 
-_FORMAT = 5
+_FORMAT = 6
 LOSS = "loss"
 
 
-class Saved(NamedTuple):
-    """What a server goes on from.
-
-    Attributes:
-        run: names the run.
-        incarnation: of the server that goes on.
-        arrays: of channel and roster; empty at the start of a run.
-
-    """
-
-    run: str
-    incarnation: int
-    arrays: dict[str, NDArray[Any]]
-
-
 class Journal:
-    """Writes a run down, and says when it is over.
-
-    Args:
-        settings: of the run.
-        loggers: are told about every round, beside the run directory.
-
-    """
+    """Writes a run down, in its directory and for ``loggers``, and says when it is over."""
 
     def __init__(self, settings: Settings, loggers: Sequence[RunLogger]) -> None:
+        self.run = BY_PARTITION + secrets.token_hex(8)  # its name
+        self.incarnation = time.time_ns() // 1_000_000  # of the server that begins, or goes on
+        self.ending = ""  # why the run is over
         self._settings = settings
         self._directory = Path(settings.run_dir).expanduser() if settings.run_dir else None
-        self._given = loggers
+        self._loggers = loggers
+        self._terms: dict[str, Any] = {}
+        self._saved: dict[str, NDArray[Any]] = {}
         self._stack = ExitStack()
         self._reports: list[RoundReport] = []
         self._models: ModelFiles | None = None
         self._started = time.monotonic()
-        self.ending = ""
 
-    def open(self, terms: Mapping[str, Any]) -> Saved:
-        """Lock the directory; return what to go on from, which must be of the same terms."""
-        first = Saved(BY_PARTITION + secrets.token_hex(8), time.time_ns() // 1_000_000, {})
+    def open(self, terms: dict[str, Any]) -> None:
+        """Lock the directory; read what to go on from, which must be of the same terms."""
+        self._terms = terms
         if self._directory is None:
-            return first
+            return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,7 +80,7 @@ class Journal:
                     f"run-dir {str(self._directory)!r} holds rounds but no checkpoint to go on "
                     "from; name another directory"
                 )
-            return first
+            return
         arrays = read_arrays(file)
         try:
             if int(arrays["format"]) != _FORMAT:
@@ -103,56 +88,25 @@ class Journal:
                     f"checkpoint {str(file)!r} has format {int(arrays['format'])}; this version of "
                     f"aqg reads {_FORMAT}"
                 )
-            self._check_terms(json.loads(str(arrays["terms"])), terms)
-            incarnation = max(first.incarnation, int(arrays["incarnation"]) + 1)
-            return Saved(str(arrays["run"]), incarnation, arrays)
+            self._check_terms(json.loads(str(arrays["terms"])))
+            self.run = str(arrays["run"])
+            self.incarnation = max(self.incarnation, int(arrays["incarnation"]) + 1)
         except KeyError as error:
             raise RunError(f"checkpoint {str(file)!r} has no {error}; not a server's") from None
+        self._saved = arrays
 
-    def begin(self, number: int, describe: Mapping[str, Any], dtype: str) -> None:
-        """Begin, or go on at a round: open all that is written to."""
-        opened = (*self._own_loggers(), *self._given)
-        self._writers = [self._stack.enter_context(closing(writer)) for writer in opened]
-        config = config_of(self._settings, describe, dtype)
-        self._lines, self._history = self._earlier_lines(number)
-        for writer in self._writers:
-            writer.start(config, number)
-        if self._directory is not None:
-            directions = {name: metric.higher_is_better for name, metric in METRICS.items()}
-            self._models = ModelFiles(self._directory, directions, number)
+    def restore(self, channel: SteppingChannel, roster: Roster) -> None:
+        """Bring the parts of a server to where an earlier one was."""
+        arrays, channel.incarnation = self._saved, self.incarnation
+        if not arrays or self._directory is None:
+            return
+        roster.restore(arrays["nodes"].tolist(), arrays["num_samples"])
+        channel.restore(arrays)
+        self._saved = {}
+        check_book(channel.book, self._directory / CHECKPOINT)
+        _logger.info("going on with run %s at round %d", self.run, channel.version)
 
-    def check(self, channel: SteppingChannel) -> None:
-        """Raise `RunError` where what was restored is damaged."""
-        if self._directory is not None:
-            check_book(channel.book, self._directory / CHECKPOINT)
-
-    def close(self) -> None:
-        """Let go of files and locks."""
-        self._stack.close()
-
-    def note(self, report: RoundReport, tensors: Mapping[str, Any] | None) -> None:
-        """Write a round down, with the model before it where that was measured."""
-        if self._models is not None and tensors is not None:
-            loss = report.line.record.loss
-            number = report.line.record.round
-            self._models.consider(number - 1, report.line.metrics, loss, lambda: tensors)
-        self._lines.append(report.line)
-        metrics = {**report.line.metrics, **report.client_fields()}
-        self._history.append(Line(report.line.record, metrics))
-        self._reports.append(report)
-        for writer in self._writers:
-            writer.round(report)
-        self.ending = ending(self._settings, self._history, time.monotonic() - self._started)
-        number = report.line.record.round
-        if self.ending:
-            _logger.info("stopping after round %d: %s", number, self.ending)
-        elif report.diverged:
-            self.ending = "the loss left all use"
-            _logger.warning("the loss left all use in round %d; stopping", number)
-
-    def save(
-        self, saved: Saved, channel: SteppingChannel, roster: Roster, terms: Mapping[str, Any]
-    ) -> None:
+    def save(self, channel: SteppingChannel, roster: Roster) -> None:
         """Write the checkpoint, whole or not at all."""
         if self._directory is None:
             return
@@ -160,14 +114,53 @@ class Journal:
             self._models.save()
         arrays: dict[str, NDArray[Any]] = {
             "format": np.array(_FORMAT, np.int64),
-            "run": np.array(saved.run),
-            "incarnation": np.array(saved.incarnation, np.int64),
-            "terms": np.array(json.dumps(dict(terms))),
+            "run": np.array(self.run),
+            "incarnation": np.array(self.incarnation, np.int64),
+            "terms": np.array(json.dumps(self._terms)),
             "nodes": np.array(roster.nodes, np.uint64),
             "num_samples": roster.num_samples,
             **channel.to_arrays(),
         }
         write_arrays(self._directory / CHECKPOINT, arrays)
+
+    def begin(self, number: int, describe: Mapping[str, Any], dtype: str) -> None:
+        """Begin, or go on at a round: open all that is written to."""
+        settings, directory = self._settings, self._directory
+        writers: list[RunLogger] = []
+        self._lines: list[Line] = []
+        if directory is not None:
+            self._lines = _earlier_lines(directory, number) if number > 1 else []
+            writers.append(RunDirectory(directory))
+            if settings.tensorboard:
+                writers.append(TensorBoard(directory / "tensorboard"))
+            directions = {name: metric.higher_is_better for name, metric in METRICS.items()}
+            self._models = ModelFiles(directory, directions, number)
+        if settings.mlflow:
+            writers.append(MLflow(settings.mlflow, directory))
+        self._writers = [self._stack.enter_context(closing(w)) for w in (*writers, *self._loggers)]
+        config = config_of(settings, describe, dtype)
+        for writer in self._writers:
+            writer.start(config, number)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def note(self, report: RoundReport, tensors: Mapping[str, Any] | None) -> None:
+        """Write a round down, with the model before it where that was measured."""
+        report.log(self._settings.rounds)
+        record, metrics = report.line.record, report.line.metrics
+        if self._models is not None and tensors is not None:
+            self._models.consider(record.round - 1, metrics, record.loss, lambda: tensors)
+        self._lines.append(Line(record, {**metrics, **report.client_fields()}))
+        self._reports.append(report)
+        for writer in self._writers:
+            writer.round(report)
+        self.ending = ending(self._settings, self._lines, time.monotonic() - self._started)
+        if self.ending:
+            _logger.info("stopping after round %d: %s", record.round, self.ending)
+        elif report.diverged:
+            self.ending = "the loss left all use"
+            _logger.warning("the loss left all use in round %d; stopping", record.round)
 
     def finish(
         self,
@@ -181,15 +174,17 @@ class Journal:
         if loss is None:  # clients that cannot evaluate: the last loss of training
             known = [line.record.loss for line in lines if line.record.loss is not None]
             loss = known[-1] if known else math.nan
-        recipe = settings.recipe or "custom"
-        summary = summarize(recipe, lines, loss, metrics, None, None).to_json()
+        summary = summarize(settings.recipe or "custom", lines, loss, metrics, None, None)
         client_bytes = ClientBytes.first(settings.num_clients)
         for line in lines:
             client_bytes.add(line.record)
         of_clients = metric_fields(EVALUATED, evaluated)
-        summary |= {name: finite_or_none(value) for name, value in of_clients.items()}
-        deployment = summarize_reports(self._reports)
-        results = summary | client_bytes.to_json() | {"deployment": deployment}
+        results = {
+            **summary,
+            **{name: finite_or_none(value) for name, value in of_clients.items()},
+            **client_bytes.to_json(),
+            "deployment": self._since_start(),
+        }
         if self._models is not None:
             self._models.consider(len(lines), metrics, loss, make_tensors)
             self._models.finish(len(lines), make_tensors)
@@ -197,53 +192,47 @@ class Journal:
             writer.finish(results)
         return results
 
-    def _check_terms(self, held: Mapping[str, Any], terms: Mapping[str, Any]) -> None:
+    def _since_start(self) -> dict[str, Any]:
+        """Return how the rounds since the server's last start went, in a few numbers."""
+        reports, counts = self._reports, Counter[str]()
+        for report in reports:
+            counts.update(report.counts())
+        row: dict[str, Any] = {"rounds": len(reports)}
+        for name in ("round_seconds", "overhead_seconds"):
+            seconds = [getattr(report, name) for report in reports]
+            row[f"median_{name}"] = round(median(seconds), 4) if seconds else None
+        return row | {"incidents": dict(counts)}
+
+    def _check_terms(self, held: Mapping[str, Any]) -> None:
         where = f"run-dir {self._settings.run_dir!r} holds a run with"
-        for name, value in terms.items():
-            if name == "model" and held.get(name) != value:
-                raise ConfigError(f"{where} another recipe, seed or model; give it a new directory")
-        for name, value in terms.items():
-            if held.get(name) != value:
-                raise ConfigError(
-                    f"{where} {name} {held.get(name)}, and {name} is {value}; set it back, or "
-                    "give it a new directory"
-                )
+        changed = [name for name, value in self._terms.items() if held.get(name) != value]
+        if "model" in changed:
+            raise ConfigError(f"{where} another recipe, seed or model; give it a new directory")
+        for name in changed:
+            raise ConfigError(
+                f"{where} {name} {held.get(name)}, and {name} is {self._terms[name]}; set it back, "
+                "or give it a new directory"
+            )
 
-    def _own_loggers(self) -> list[RunLogger]:
-        own: list[RunLogger] = []
-        if self._directory is not None:
-            own.append(RunDirectory(self._directory))
-            if self._settings.tensorboard:
-                own.append(TensorBoard(self._directory / "tensorboard"))
-        if self._settings.mlflow:
-            own.append(MLflow(self._settings.mlflow, self._directory))
-        return own
 
-    def _earlier_lines(self, number: int) -> tuple[list[Line], list[Line]]:
-        """Return the rounds before this one; once more, with the clients' metrics among others."""
-        if self._directory is None or number == 1:
-            return [], []
-        lines = RunDirectory(self._directory).lines(number)
-        history = []
-        for line, row in zip(lines, read_rows(self._directory), strict=False):
-            of_clients = {
-                name: float(value)
-                for name, value in row.items()
-                if name.startswith((TRAINED, EVALUATED)) and isinstance(value, int | float)
-            }
-            history.append(Line(line.record, {**line.metrics, **of_clients}))
-        return lines, history
+def _earlier_lines(directory: Path, number: int) -> list[Line]:
+    """Return the rounds before this one, with the clients' metrics among the others."""
+    lines = read_lines(directory, number)
+    found = []
+    for line, row in zip(lines, read_rows(directory), strict=False):
+        of_clients = {
+            name: float(value)
+            for name, value in row.items()
+            if name.startswith((TRAINED, EVALUATED)) and isinstance(value, int | float)
+        }
+        found.append(Line(line.record, {**line.metrics, **of_clients}))
+    return found
 
 
 def ending(settings: Settings, lines: Sequence[Line], seconds: float) -> str:
-    """Return why a run is over; empty while it is not.
+    """Return why a run is over, given all its rounds and the seconds since this server began.
 
-    Args:
-        settings: of the run.
-        lines: of all its rounds, those before a restart included; their metrics are the server's
-            and the clients'.
-        seconds: since this server began.
-
+    Empty while it is not.
     """
     if settings.max_seconds and seconds >= settings.max_seconds:
         return f"{seconds:.0f} s have passed, and max-seconds is {settings.max_seconds:g}"
@@ -252,7 +241,7 @@ def ending(settings: Settings, lines: Sequence[Line], seconds: float) -> str:
         return f"{total} bytes have been sent, and max-bytes is {settings.max_bytes}"
     if settings.patience:
         values = watched(settings.monitor, lines)
-        since = len(values) - 1 - _best(values) if values else 0
+        since = len(values) - 1 - values.index(min(values)) if values else 0
         if since >= settings.patience:
             return (
                 f"{settings.monitor or 'the loss'} has not improved the last {since} times it was "
@@ -278,7 +267,3 @@ def watched(monitor: str, lines: Sequence[Line]) -> list[float]:
     values = [line.metrics[name] for line in lines if name in line.metrics]
     signed = [-value if is_rising else value for value in values]
     return [math.inf if math.isnan(value) else value for value in signed]
-
-
-def _best(values: list[float]) -> int:
-    return min(range(len(values)), key=values.__getitem__)

@@ -15,25 +15,23 @@ It stands on the grid's public interface, so that a grid that compresses can be 
 from __future__ import annotations
 
 import logging
-import math
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
 from aqg.flower.arrays import is_readable, record_of, values_of
-from aqg.flower.private import pause_after
+from aqg.flower.private import replies_to
+from aqg.flower.wrappers import OuterGrid, OuterStrategy, require_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from flwr.app import Message, MetricRecord
-    from flwr.supercore.run import Run
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Result, Strategy
 
     from aqg.channel.tensors import Tensor, Values
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("flwr.aqg")
 
 
-class Buffered(Strategy):
+class Buffered(OuterStrategy):
     """Runs another strategy in rounds that end after a number of replies.
 
     Of evaluation messages, those to nodes that are still training are left out.
@@ -54,11 +52,7 @@ class Buffered(Strategy):
     """
 
     def __init__(self, strategy: Strategy, *, size: int) -> None:
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                f"strategy is a {type(strategy).__name__}; it must be a Strategy of "
-                "flwr.serverapp.strategy, such as FedAvg"
-            )
+        require_strategy(strategy)
         for name in {"Compressed", "AQG"} & {kind.__name__ for kind in type(strategy).__mro__}:
             raise ConfigError(
                 f"Buffered does not go around {name}, which makes a grid of its own: write "
@@ -69,40 +63,11 @@ class Buffered(Strategy):
         self.strategy, self.size = strategy, int(size)
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        """Run the strategy, as `flwr.serverapp.strategy.Strategy.start` does."""
         _logger.info("Buffered: rounds end after %d replies", self.size)
         buffered = BufferedGrid(grid, self.size)
         result = self.strategy.start(buffered, *arguments, **options)
         buffered.finish()
         return result
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the strategy has and this class has not."""
-        if name == "strategy":  # while a copy is made of this object
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
-    def configure_train(self, *arguments: Any, **options: Any) -> Iterable[Message]:
-        """Ask the strategy."""
-        return self.strategy.configure_train(*arguments, **options)
-
-    def aggregate_train(
-        self, *arguments: Any, **options: Any
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Ask the strategy."""
-        return self.strategy.aggregate_train(*arguments, **options)
-
-    def configure_evaluate(self, *arguments: Any, **options: Any) -> Iterable[Message]:
-        """Ask the strategy."""
-        return self.strategy.configure_evaluate(*arguments, **options)
-
-    def aggregate_evaluate(self, *arguments: Any, **options: Any) -> MetricRecord | None:
-        """Ask the strategy."""
-        return self.strategy.aggregate_evaluate(*arguments, **options)
-
-    def summary(self) -> None:
-        """Log what the strategy is set to."""
-        self.strategy.summary()
 
 
 class _Begun(NamedTuple):
@@ -112,50 +77,13 @@ class _Begun(NamedTuple):
     round: int
 
 
-class BufferedGrid(Grid):
-    """Ends rounds of training after a number of replies, on another grid.
-
-    Args:
-        grid: carries the messages.
-        size: ``B``.
-
-    """
+class BufferedGrid(OuterGrid):
+    """Ends rounds of training after ``size`` replies, on another grid."""
 
     def __init__(self, grid: Grid, size: int) -> None:
-        self._grid, self._size, self._round = grid, size, 0
+        super().__init__(grid)
+        self._size, self._round = size, 0
         self._begun: dict[str, _Begun] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def set_run(self, run: Run) -> None:
-        """Tell the grid which run it is for."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self._grid.run
-
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        """Make a message, as Flower's grid does."""
-        return self._grid.create_message(*arguments, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are connected, those at work among them."""
-        return self._grid.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes that are connected."""
-        return self._grid.get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -165,9 +93,9 @@ class BufferedGrid(Grid):
         busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
         idle = [message for message in messages if message.metadata.dst_node_id not in busy]
         if not any(_trains(message) for message in messages):
-            return self._grid.send_and_receive(idle, timeout=timeout)
+            return self.inner.send_and_receive(idle, timeout=timeout)
         self._round += 1
-        pushed = set(self._grid.push_messages(idle))
+        pushed = set(self.inner.push_messages(idle))
         for message in idle:
             if message.metadata.message_id in pushed:
                 self._begun[message.metadata.message_id] = _Begun(message, self._round)
@@ -186,10 +114,9 @@ class BufferedGrid(Grid):
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
         replies: list[Message] = []
-        num_valid, seconds = 0, math.inf if timeout is None else timeout
-        started = time.monotonic()
-        while self._begun:
-            for reply in self._grid.pull_messages(set(self._begun)):
+        num_valid = 0
+        for found in replies_to(self.inner.pull_messages, set(self._begun), timeout):
+            for reply in found:
                 begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
                 if begun is None:
                     continue
@@ -197,10 +124,8 @@ class BufferedGrid(Grid):
                     num_valid += 1
                     self._bring_up_to_date(reply, begun, models)
                 replies.append(reply)
-            waited = time.monotonic() - started
-            if num_valid >= self._size or not self._begun or waited >= seconds:
+            if num_valid >= self._size:
                 break
-            time.sleep(pause_after(waited, seconds))
         return replies
 
     def _bring_up_to_date(

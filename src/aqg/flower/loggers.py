@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aqg.errors import ConfigError, RunError
-from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, Line, read_lines
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
 from aqg.runs.files import seal, to_json, write_atomically
+from aqg.settings import CommonSettings, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +26,11 @@ class RunLogger(Protocol):
     """Is told how a run goes; wrap Weights & Biases or a database in one of these."""
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Begin, or go on at ``next_round``: what was said of it and of later rounds is void."""
+        """Start or resume at ``next_round``; discard what was said of it and of later rounds."""
 
-    def round(self, report: RoundReport) -> None:
-        """Take note of a round."""
+    def round(self, report: RoundReport) -> None: ...
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Take note of the results."""
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Let go of files, also after an error."""
@@ -46,12 +45,13 @@ class RunDirectory:
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None:
         """Write the config, and drop the lines of rounds that will be run again."""
-        kept = self._lines_before(next_round)
+        rounds = self.path / ROUNDS
+        lines = rounds.read_bytes().splitlines(keepends=True) if next_round > 1 else []
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
         write_atomically(self.path / CONFIG, text.encode())
-        write_atomically(self.path / ROUNDS, "".join(line + "\n" for line in kept).encode())
+        write_atomically(rounds, b"".join(lines[: next_round - 1]))
         try:
-            self._file = (self.path / ROUNDS).open("a", encoding="utf-8")
+            self._file = rounds.open("a", encoding="utf-8")
         except OSError as error:
             raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
 
@@ -63,24 +63,11 @@ class RunDirectory:
             os.fsync(self._file.fileno())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary."""
         write_atomically(self.path / SUMMARY, to_json(summary).encode())
 
     def close(self) -> None:
-        """Close ``rounds.jsonl``."""
         if self._file is not None:
             self._file.close()
-            self._file = None
-
-    def lines(self, before_round: int) -> list[Line]:
-        """Return the rounds before ``before_round``, as the simulator's lines."""
-        return read_lines(self.path, before_round)
-
-    def _lines_before(self, next_round: int) -> list[str]:
-        if next_round == 1:
-            return []
-        num_lines = len(self.lines(next_round))
-        return (self.path / ROUNDS).read_text(encoding="utf-8").splitlines()[:num_lines]
 
 
 class TensorBoard:
@@ -97,42 +84,32 @@ class TensorBoard:
             ) from None
         self._writer = EventFileWriter(str(path))
 
-    def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Do nothing: TensorBoard itself takes what comes later for a round."""
+    def start(self, config: Mapping[str, Any], next_round: int) -> None: ...
 
     def round(self, report: RoundReport) -> None:
-        """Write every scalar of the round."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        values = [
-            Summary.Value(tag=f"aqg/{name}", simple_value=value)
-            for name, value in report.scalars().items()
-        ]
-        step = report.line.record.round
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._writer.add_event(event)
+        scalars, step = report.scalars().items(), report.line.record.round
+        values = [Summary.Value(tag=f"aqg/{name}", simple_value=v) for name, v in scalars]
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Make sure that all is on disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
 
 class MLflow:
     """A run in MLflow's tracking store; needs the package ``mlflow`` or ``mlflow-skinny``.
 
-    Args:
-        uri: of the store, such as ``sqlite:///mlflow.db`` or ``http://host:5000``.
-        directory: of the run; one that goes on there goes on in MLflow. None for a new one.
-        experiment: where the run belongs.
-
+    The store is at ``uri``, such as ``sqlite:///mlflow.db`` or ``http://host:5000``; a run that
+    goes on in its directory goes on there.
     """
 
-    def __init__(self, uri: str, directory: Path | None, experiment: str = "aqg") -> None:
+    def __init__(self, uri: str, directory: Path | None) -> None:
         try:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
@@ -142,9 +119,9 @@ class MLflow:
             ) from None
         try:
             self._client = MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(experiment)
+            known = self._client.get_experiment_by_name("aqg")
             self._experiment = (
-                self._client.create_experiment(experiment) if found is None else found.experiment_id
+                known.experiment_id if known else self._client.create_experiment("aqg")
             )
         except MlflowException as error:
             reason = str(error).partition(". ")[0]
@@ -172,12 +149,8 @@ class MLflow:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Log the results, and end the run."""
-        numbers = {
-            f"summary/{name}": float(value)
-            for name, value in summary.items()
-            if isinstance(value, int | float)
-        }
-        self._log(numbers, 0)
+        numbers = {name: v for name, v in summary.items() if isinstance(v, int | float)}
+        self._log({f"summary/{name}": float(v) for name, v in numbers.items()}, 0)
         self._client.set_terminated(self._run, "FINISHED")
         self._run = ""
 
@@ -195,19 +168,7 @@ class MLflow:
         self._client.log_batch(self._run, metrics=metrics)
 
 
-_SHARED = (
-    "recipe",
-    "rounds",
-    "bits",
-    "max_staleness",
-    "dropout",
-    "seed",
-    "eval_every",
-    "weighting",
-    "participation",
-    "optimizer",
-    "downlink",
-)
+_SHARED = (*table(CommonSettings), "rounds", "weighting")
 """Settings that the simulator has under the same name."""
 
 

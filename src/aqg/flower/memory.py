@@ -11,18 +11,21 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from aqg.channel.client import CopyStore, OwnTensors
-from aqg.errors import ConfigError
-from aqg.flower.store import ContextVault
+from aqg.errors import ConfigError, RunError
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flwr.app import Context
+    from flwr.app import Context, RecordDict
+    from numpy.typing import NDArray
 
     from aqg.protocol.messages import Order
     from aqg.protocol.store import Vault
@@ -74,7 +77,6 @@ class Memory:
                 yield terms
 
     def copies(self, run: str) -> CopyStore:
-        """Return the place for the public copy of a model."""
         home = self._home(run)
         if home is not None and self.directory is not None and not (home / run).exists():
             for node in {home, *self.directory.glob("*-*")}:  # also of nodes that are gone
@@ -82,18 +84,15 @@ class Memory:
         return CopyStore(self._vault(run, run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
-        """Return the place for the mirror of the updates to some tensors of a model."""
         choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
         key = f"{run}-{choice.hexdigest()}"
         return ClientStore(self._vault(run, key), key)
 
     def own(self, run: str) -> OwnTensors:
-        """Return the place for tensors that the node keeps to itself."""
         key = f"{run}-own"
         return OwnTensors(self._vault(run, key), key)
 
     def forget(self, run: str) -> None:
-        """Delete what is kept on disk of a run that has ended."""
         home = self._home(run)
         if home is not None and run.isalnum():
             for found in home.glob(f"{run}*"):
@@ -115,6 +114,38 @@ class Memory:
         if home is None:
             return ContextVault(self._context.state, f"aqg-{name}")
         return DirectoryVault(home / name)
+
+
+class ContextVault:
+    """The state of a Flower context: in memory, for as long as node and run live."""
+
+    def __init__(self, records: RecordDict, prefix: str = "aqg") -> None:
+        self._records = records
+        self._index_name = f"{prefix}-index"
+        self._prefix = f"{prefix}-vector-"
+
+    def read_index(self) -> str | None:
+        record = self._records.get(self._index_name)
+        return str(record["json"]) if isinstance(record, ConfigRecord) else None
+
+    def write_index(self, text: str) -> None:
+        self._records[self._index_name] = ConfigRecord({"json": text})
+
+    def read_vector(self, number: int) -> NDArray[Any]:
+        record = self._records.get(f"{self._prefix}{number}")
+        if not isinstance(record, ArrayRecord):
+            raise RunError(f"the context has no vector {number}")
+        return record["vector"].numpy()
+
+    def write_vector(self, number: int, vector: NDArray[Any]) -> None:
+        array = Array(np.ascontiguousarray(vector))
+        self._records[f"{self._prefix}{number}"] = ArrayRecord({"vector": array})
+
+    def keep_only(self, numbers: set[int]) -> None:
+        kept = {f"{self._prefix}{number}" for number in numbers}
+        for name in list(self._records):
+            if name.startswith(self._prefix) and name not in kept:
+                del self._records[name]
 
 
 def _age(file: Path) -> float:
@@ -146,13 +177,11 @@ def state_directory(context: Context) -> tuple[Path | None, bool]:
 
 
 def partition_of(context: Context) -> int | None:
-    """Return the partition that a node's configuration names; None where it names none."""
     partition = context.node_config.get("partition-id")
     return partition if type(partition) is int else None
 
 
 def days_to_keep(context: Context) -> float:
-    """Return for how many days a node remembers runs that do not go on."""
     days = context.node_config.get(STATE_DAYS, _DAYS)
     if isinstance(days, bool) or not isinstance(days, int | float) or not days > 0:
         raise ConfigError(f"{STATE_DAYS} is {days!r}; it must be a number above 0")

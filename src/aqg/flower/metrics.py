@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from flwr.app import RecordDict
 
@@ -63,6 +66,23 @@ def metric_fields(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]
         word = re.sub(r"\W", "_", name)
         fields[word if word.startswith(prefix) else prefix + word] = value
     return fields
+
+
+def as_metrics(said: float | Mapping[str, Any] | None, single: str) -> dict[str, float]:
+    """Return what a user's function measured, by name; one number alone is ``single``.
+
+    >>> as_metrics({"loss": 0.5, "accuracy": 0.75}, "loss"), as_metrics(0.5, "loss")
+    ({'loss': 0.5, 'accuracy': 0.75}, {'loss': 0.5})
+    """
+    if said is None:
+        return {}
+    metrics = {}
+    for name, value in (said if isinstance(said, Mapping) else {single: said}).items():
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"metric {name!r} is {value!r:.80}; it must be a number") from None
+    return metrics
 
 
 def numbers_in(content: RecordDict) -> dict[str, float]:

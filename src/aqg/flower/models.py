@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from aqg.channel.tensors import Tensor, Values
-    from aqg.core.types import FloatArray
 
 VECTOR = "parameters"
 """The name of the one tensor of a model that is nothing but a flat vector."""
+_PRECISIONS = ("float32", "float64")
 
 
 class ServerModel:
@@ -76,7 +76,6 @@ class ServerModel:
         return self.layout.policy != "local" or not any(self.layout.tracked)
 
     def filled(self, values: Values) -> Any:
-        """Return a model as users' functions are given it."""
         if is_module(self._start):
             return filled(self._start, values).eval()
         if isinstance(self._start, ArrayRecord) and list(self._start) != [VECTOR]:
@@ -92,7 +91,6 @@ class ServerModel:
 
 
 def filled(module: nn.Module, values: Values) -> nn.Module:
-    """Write tensors into a module, and return it."""
     import torch
 
     with torch.no_grad():
@@ -128,8 +126,12 @@ def make_model(
             f"the model to start from is a {type(start).__name__}; it must be a torch module, an "
             "ArrayRecord or a flat vector"
         )
-    if list(values) == [VECTOR]:
-        _check(values[VECTOR])
+    flat = values.get(VECTOR) if len(values) == 1 else None
+    if flat is not None and (flat.ndim != 1 or str(flat.dtype) not in _PRECISIONS or not len(flat)):
+        raise ConfigError(
+            f"initial parameters are {flat.ndim}-d {flat.dtype} of {flat.size} values; they must "
+            "be a flat float32 or float64 vector"
+        )
     rows = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in values.items()]
     layout = ModelLayout.of_arrays(rows, include, exclude, statistics)
     return ServerModel(values, layout, {}, start)
@@ -142,7 +144,6 @@ def is_module(start: object) -> TypeGuard[torch.nn.Module]:
 
 
 def values_in(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module's state, by name."""
     import torch
 
     found = {}
@@ -152,16 +153,6 @@ def values_in(module: nn.Module) -> dict[str, Tensor]:
             held = tensor.detach().cpu()
             found[name] = np.array((held.float() if is_odd else held).numpy())
     return found
-
-
-def _check(params: FloatArray) -> None:
-    if params.ndim != 1 or params.dtype not in (np.float32, np.float64) or not len(params):
-        raise ConfigError(
-            f"initial parameters are {params.ndim}-d {params.dtype} of {params.size} values; "
-            "they must be a flat float32 or float64 vector"
-        )
-    if not np.isfinite(params).all():
-        raise ConfigError("initial parameters hold NaN or infinity")
 
 
 def _aliases(module: nn.Module, layout: ModelLayout) -> dict[str, str]:

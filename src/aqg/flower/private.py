@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from flwr.app import Message
 
@@ -20,6 +20,7 @@ _FIRST_PAUSE_SECONDS = 0.05
 _PULL_CAP_SECONDS = 0.5
 """The longest pause between two questions for an object that a node is still sending."""
 
+_FOREVER = 1e9
 _SHORTEST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.25
 _PAUSE_SHARE = 0.08
@@ -34,6 +35,25 @@ def pause_after(waited: float, seconds: float) -> float:
     """
     pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
     return max(0.0, min(pause, seconds - waited))
+
+
+def replies_to(
+    pull: Callable[[set[str]], Iterable[Message]], identifiers: set[str], seconds: float | None
+) -> Iterator[list[Message]]:
+    """Yield the replies that ``pull`` finds, until all are there or the time is over."""
+    started, end = time.monotonic(), _FOREVER if seconds is None else seconds
+    waited = 0.0
+    while identifiers:
+        with bounded_pulls(max(0.0, end - waited)):
+            found = list(pull(identifiers))
+        identifiers = identifiers - {reply.metadata.reply_to_message_id for reply in found}
+        yield found
+        waited = time.monotonic() - started
+        if waited >= end:
+            return
+        if identifiers:
+            time.sleep(pause_after(waited, end))
+            waited = time.monotonic() - started
 
 
 @contextmanager

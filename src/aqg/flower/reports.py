@@ -1,53 +1,72 @@
-"""What a round of a deployment was like, in numbers and incidents."""
+"""What a round of our own server was like: who answered, what it counts for, and what it cost."""
 
 from __future__ import annotations
 
 import json
-import statistics
+import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aqg.flower.metrics import EVALUATED, TRAINED
+import numpy as np
+
+from aqg.core.messages import Skip
+from aqg.errors import MessageError
+from aqg.flower.metrics import (
+    EVALUATED,
+    EXAMPLES,
+    TRAINED,
+    loss_in,
+    mean_metrics,
+    numbers_in,
+    plain,
+)
 from aqg.flower.metrics import metric_fields as client_fields
+from aqg.flower.settings import MOST_SAMPLES, cap_shares, known_or_mean
 from aqg.runs.cost import DOWNLOADS, UPLOADS
-from aqg.runs.directory import finite_or_none, metric_fields
+from aqg.runs.directory import Line, finite_or_none, metric_fields
+from aqg.runs.stopping import has_diverged
+from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from flwr.app import Message, RecordDict
 
-    from aqg.runs.directory import Line
+    from aqg.channel.stepping import SteppingChannel
+    from aqg.core.types import Float64Array
+    from aqg.flower.grid import Counts, NodeCounts
+    from aqg.flower.roster import Roster
+    from aqg.flower.settings import Settings
+
+_logger = logging.getLogger("flwr.aqg")
 
 INCIDENTS = {
-    "resync": "resyncs",
-    "rollback": "rollbacks",
+    "resync": "resyncs",  # a mirror was started again from zero
+    "rollback": "rollbacks",  # a client took back an upload that had not arrived
+    # a reply was forged, damaged, oversized or for another state: nothing of it was used
     "rejected": "rejected",
-    "fault": "fault_count",
-    "error": "errors",
-    "missing": "missing",
+    "fault": "fault_count",  # a client could not send: its gradient was not finite
+    "error": "errors",  # Flower reports that a client failed
+    "missing": "missing",  # a client that was asked had not answered when the round ended
+    # a node that is no client: too many, a partition taken already, absurd samples
     "refused": "refused",
+    # a client's loss was beyond all use, and most others' was not: it was left out
     "outlier": "outliers",
+    # a client reports so many samples that it counts only for the largest share
     "capped": "capped",
+    # a client could not reach the model from what it holds; it was sent what it lacks
     "lost": "lost",
 }
-"""Every kind of incident, and the name of its count in ``rounds.jsonl``.
-
-=========== ================================================================================
-resync      a mirror was started again from zero
-rollback    a client took back an upload that had not arrived
-rejected    a reply was forged, damaged, oversized or for another state: nothing of it was used
-fault       a client could not send: its gradient was not finite
-error       Flower reports that a client failed
-missing     a client that was asked had not answered when the round ended
-refused     a node that is no client: too many, a partition taken already, absurd samples
-outlier     a client's loss was beyond all use, and most others' was not: it was left out
-capped      a client reports so many samples that it counts only for the largest share
-lost        a client could not reach the model from what it holds; it was sent what it lacks
-=========== ================================================================================
-"""
+"""Every kind of incident, and the name of its count in ``rounds.jsonl``."""
 
 _MOST_CLIENTS_SHOWN = 32
 """Up to this many clients have curves of their own."""
+_UNREACHABLE = (3, 4, 5)
+"""Flower's codes: order expired, reply expired, node unavailable."""
+_RAISED = 2
+_LONGEST_ERROR = 200
+_REFUSED = "aqg: "
+"""Begins what the grid says of a reply that it refuses."""
 
 
 class Incident(NamedTuple):
@@ -61,36 +80,23 @@ class Incident(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One round.
-
-    Attributes:
-        line: what the simulator would write; in its record, 0 bytes came from a client whose reply
-            did not, and those sent to a client count whether it answered or not.
-        staleness: rounds since each client's last upload was taken.
-        incidents: what went wrong.
-        stepped: whether enough clients answered for the model to take a step.
-        round_seconds: from the first message out to the last reply in.
-        work_seconds: the slowest client's own work.
-        diverged: whether more than half of the clients asked, and at least two where there are
-            more than one, report a loss beyond all use.
-        trained: what clients measured as they trained, by name: the means.
-        evaluated: what they measured of the model before the round, where they were asked.
-
-    """
-
+    # what the simulator would write; in its record, 0 bytes came from a client whose reply did not,
+    # and those sent to a client count whether it answered or not
     line: Line
-    staleness: tuple[int, ...]
+    staleness: tuple[int, ...]  # rounds since each client's last upload was taken
     incidents: tuple[Incident, ...]
-    stepped: bool
-    round_seconds: float
-    work_seconds: float
+    stepped: bool  # whether enough clients answered for the model to take a step
+    work_seconds: float  # the slowest client's own work
+    round_seconds: float = 0.0  # from the first message out to the last reply in
+    # whether more than half of the clients asked, and at least two where there are more than one,
+    # report a loss beyond all use
     diverged: bool = False
+    # means of what clients measured as they trained, by name; and of the model before the round
     trained: Mapping[str, float] = field(default_factory=dict)
     evaluated: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def overhead_seconds(self) -> float:
-        """What the round took beyond the slowest client's own work."""
         return max(0.0, self.round_seconds - self.work_seconds)
 
     def client_fields(self) -> dict[str, float]:
@@ -98,7 +104,6 @@ class RoundReport:
         return client_fields(TRAINED, self.trained) | client_fields(EVALUATED, self.evaluated)
 
     def counts(self) -> dict[str, int]:
-        """Return how many incidents there were of each kind."""
         found = Counter(incident.kind for incident in self.incidents)
         return {name: found[kind] for kind, name in INCIDENTS.items()}
 
@@ -146,19 +151,200 @@ class RoundReport:
                 values[f"client-{client}/staleness"] = self.staleness[client]
         return {name: float(value) for name, value in values.items() if value is not None}
 
+    def log(self, num_rounds: int) -> None:
+        record = self.line.record
+        metrics = {**self.line.metrics, **self.client_fields()}
+        _logger.info(
+            "round %d/%d: loss %s%s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+            "(%.2f s overhead)%s",
+            record.round,
+            num_rounds,
+            "   -    " if record.loss is None else f"{record.loss:.6f}",
+            "".join(f", {name} {value:.4g}" for name, value in metrics.items()),
+            sum(width != DROPPED for width in record.widths),
+            len(record.widths),
+            record.num_uploads,
+            record.upload_bytes,
+            record.download_bytes,
+            self.round_seconds,
+            self.overhead_seconds,
+            "" if self.stepped else "; too few, no step",
+        )
+        for incident in self.incidents:
+            level = logging.INFO if incident.kind == "missing" else logging.WARNING
+            text = "round %d: client %d (node %d): %s %s"
+            _logger.log(level, text, record.round, *incident)
 
-def summarize_reports(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """Return how the rounds since the server's last start went, in a few numbers."""
-    counts: Counter[str] = Counter()
-    for report in reports:
-        counts.update(report.counts())
+
+class Accounts:
+    """Keeps the books of a run's rounds."""
+
+    def __init__(
+        self, settings: Settings, roster: Roster, channel: SteppingChannel, counts: Counts
+    ) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._channel = channel
+        self._counts = counts
+        self._seen = {node: _totals(found) for node, found in counts.nodes.items()}
+        self._capped: set[int] = set()
+        self._incidents: list[Incident] = []
+
+    def check(self, content: RecordDict) -> None:
+        """Raise `MessageError` where a reply to a train message does not say what is needed."""
+        if self._settings.weighting != "samples":
+            return
+        found = [r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r]
+        number = found[0] if found else 0
+        is_whole = not isinstance(number, list) and float(number).is_integer()
+        if not (is_whole and 1 <= number <= MOST_SAMPLES):  # type: ignore[operator]
+            raise MessageError(
+                f"its metrics have num-examples {number}; with weighting samples it must be 1 to "
+                f"{MOST_SAMPLES}"
+            )
+
+    def hear(self, client: int, reply: Message | None) -> dict[str, float] | None:
+        """Return the metrics of a client's reply; None where it does not count."""
+        error = reply.error if reply is not None and reply.has_error() else None
+        is_silent = reply is None or (error is not None and error.code in _UNREACHABLE)
+        self._roster.heard(self._roster.node_of(client), answered=not is_silent)
+        if reply is None:
+            self._note(client, "missing")
+            return None
+        if error is None:
+            return numbers_in(reply.content)
+        reason = plain(error.reason or "", _LONGEST_ERROR)
+        if "made nothing that can be sent" in reason:
+            self._note(client, "fault", reason)
+        elif reason.startswith(_REFUSED):
+            self._note(client, "rejected", reason)
+        else:
+            never = client not in self._channel.holders and error.code == _RAISED
+            advice = "; does its app have mods=[aqg_mod]?" if never else ""
+            self._note(client, "error", f"code {error.code}: {reason}{advice}")
+        return None
+
+    def weights(self) -> Float64Array:
+        """Return ``w_m``, of mean 1, by the numbers of samples that are known."""
+        samples, share = self._roster.num_samples, self._settings.largest_share
+        if self._settings.weighting == "equal":
+            return np.ones(len(samples))
+        known = known_or_mean(samples)
+        counted = cap_shares(known, share)
+        capped = set(np.flatnonzero(known > counted).tolist())
+        for client in sorted(capped - self._capped):
+            text = f"reports {samples[client]:.0f} samples; it counts for {share:g} of all"
+            self._note(client, "capped", text)
+        self._capped = capped
+        weights: Float64Array = counted / counted.mean()
+        return weights
+
+    def report(self, found: Mapping[int, Mapping[str, float]], num_asked: int) -> RoundReport:
+        """Return what the round was like, before its step.
+
+        ``found`` has the metrics of the clients whose replies count.
+        """
+        channel, num_clients = self._channel, self._settings.num_clients
+        number, weights = channel.version, channel.book.weights
+        widths, losses = [DROPPED] * num_clients, np.full(num_clients, np.nan)
+        faults, work = [], 0.0
+        for client in found:
+            taken = channel.taken[client]
+            message, reply = taken.message, taken.reply
+            widths[client] = message.width
+            losses[client] = loss_in(found[client])
+            work = max(work, reply.work_seconds)
+            if reply.restarted:
+                self._note(client, "resync", "its mirror began from zero")
+            if reply.rolled_back:
+                self._note(client, "rollback", "its last upload was lost")
+            if isinstance(message, Skip) and message.fault:
+                faults.append((client, message.fault))
+                self._note(client, "fault", message.fault)
+        diverged, absurd = leave_out_absurd(losses, num_asked)
+        for client in absurd:
+            self._note(client, "outlier", f"loss {loss_in(found[client]):g}")
+        up, down = self._moved()
+        record = RoundRecord(
+            number,
+            mean_loss(losses, weights),
+            tuple(widths),
+            sum(up),
+            tuple(faults),
+            download_bytes=sum(down),
+            client_upload_bytes=tuple(up),
+            client_download_bytes=tuple(down),
+        )
+        incidents, self._incidents = self._incidents, []
+        incidents += [Incident(-1, n, "refused", why) for n, why in self._roster.take_refusals()]
+        trained, evaluated = (
+            mean_metrics([(float(weights[c]), _named(m, is_of)) for c, m in found.items()])
+            for is_of in (False, True)
+        )
+        return RoundReport(
+            line=Line(record),
+            staleness=tuple(number - entry.last_upload for entry in channel.book.entries),
+            incidents=tuple(incidents),
+            stepped=len(found) >= self._settings.needed_clients,
+            work_seconds=work,
+            diverged=diverged,
+            trained=trained,
+            evaluated=evaluated,
+        )
+
+    def _note(self, client: int, kind: str, text: str = "") -> None:
+        self._incidents.append(Incident(client, self._roster.nodes[client], kind, text))
+
+    def _moved(self) -> tuple[list[int], list[int]]:
+        """Return what each client sent and received since the last round."""
+        up, down = ([0] * self._settings.num_clients for _ in range(2))
+        for node, found in self._counts.nodes.items():
+            now, before = _totals(found), self._seen.get(node, (0, 0, 0))
+            client, self._seen[node] = self._roster.client_of(node), now
+            if client is None:
+                continue
+            up[client] += now[0] - before[0]
+            down[client] += now[1] - before[1]
+            for _ in range(now[2] - before[2]):
+                self._note(client, "lost", "it was sent the whole model again")
+        return up, down
+
+
+def _totals(found: NodeCounts) -> tuple[int, int, int]:
+    return found.whole.up, found.whole.down, found.lost
+
+
+def _named(metrics: Mapping[str, float], is_of_model: bool) -> dict[str, float]:
+    """Return the metrics of the model before training, or the others; no examples."""
     return {
-        "rounds": len(reports),
-        "median_round_seconds": _median([report.round_seconds for report in reports]),
-        "median_overhead_seconds": _median([report.overhead_seconds for report in reports]),
-        "incidents": dict(counts),
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(EVALUATED) is is_of_model and name != EXAMPLES
     }
 
 
-def _median(seconds: list[float]) -> float | None:
-    return round(statistics.median(seconds), 4) if seconds else None
+def mean_loss(losses: Float64Array, weights: Float64Array) -> float | None:
+    """Return the weighted mean over the clients that measured; None where none did."""
+    measured = ~np.isnan(losses)
+    if not measured.any():
+        return None
+    if measured.all():
+        return float(np.mean(weights * losses))
+    if not weights[measured].any():  # none of them has said how many samples it has
+        return float(np.mean(losses[measured]))
+    return float(np.average(losses[measured], weights=weights[measured]))
+
+
+def leave_out_absurd(losses: Float64Array, num_asked: int) -> tuple[bool, list[int]]:
+    """Strike the losses that are beyond all use, of either sign; return whose they were.
+
+    None are struck where training has diverged, which is returned first: where more than half of
+    the clients asked report such a loss. In a federation of several, one client is never enough.
+    """
+    known = np.flatnonzero(~np.isnan(losses)).tolist()
+    num_diverged = sum(has_diverged(losses[client]) for client in known)
+    if 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses)):
+        return True, []
+    absurd = [client for client in known if has_diverged(abs(losses[client]))]
+    losses[absurd] = np.nan
+    return False, absurd

@@ -72,29 +72,23 @@ class Roster:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each client, 0 for none."""
         return [self._nodes.get(client, 0) for client in range(self.num_clients)]
 
     @property
     def present(self) -> list[int]:
-        """The clients whose node is connected, in order."""
         return [c for c in range(self.num_clients) if self._nodes.get(c) in self._online]
 
     @property
     def present_nodes(self) -> list[int]:
-        """Their nodes."""
         return [self._nodes[client] for client in self.present]
 
     def node_of(self, client: int) -> int:
-        """Return the node of a present client."""
         return self._nodes[client]
 
     def client_of(self, node: int) -> int | None:
-        """Return the client that a node is, if it is one."""
         return self._clients.get(node)
 
     def strangers(self) -> list[int]:
-        """Return connected nodes that have not reported yet."""
         return sorted(self._online - self._reported)
 
     def update(self, online: set[int]) -> None:
@@ -115,13 +109,11 @@ class Roster:
             self._refused.setdefault(node, f"all {self.num_clients} clients are there already")
 
     def introduce(self, node: int, partition: int) -> None:
-        """Take note of the partition that a node reports."""
         self._claims[node] = partition
         self._reported.add(node)
         self._bind_claim(node)
 
     def heard(self, node: int, answered: bool) -> None:
-        """Take note of whether a node answered its last order."""
         if answered:
             self._silent.discard(node)
         else:

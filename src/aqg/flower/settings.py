@@ -15,10 +15,10 @@ import numpy as np
 
 from aqg.core.downlink import AUTO, Downlink, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Recipe, kind_of_updates
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
-from aqg.core.step_sizes import DistanceOverGradients, Fixed, StepRule, make_step, resolve_step
+from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
 from aqg.settings import FlowerSettings, check_bounds, table, typed
@@ -80,40 +80,31 @@ class Settings(FlowerSettings):
         """The fewest valid replies with which the model takes a step."""
         return self.min_clients or 1
 
+    @property
+    def updates(self) -> str:
+        return kind_of_updates(self.exact, self.participation)
+
     def make_recipe(self) -> Recipe:
-        """Return the recipe that is named."""
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        return recipe.for_updates(self.exact)
+        return recipe.for_updates(self.updates)
 
     def make_downlink(self, recipe: Recipe) -> Downlink:
-        """Return the downlink that is named, or the one that suits the recipe."""
         return resolve_downlink(self.downlink, recipe)
 
     def make_step(self, recipe: Recipe) -> StepRule:
-        """Return the rule for the length of steps."""
         if self.step == AUTO_STEP and self.alpha:
             return Fixed()
         return resolve_step(self.step, recipe, self.exact, make_optimizer(self.optimizer))
 
     def training(self) -> Training:
-        """Return who is asked, how clients count, and the server's step."""
         return Training(
             optimizer=make_optimizer(self.optimizer),
             weighting=self.weighting,
             participation=self.participation,
         )
 
-    def client_weights(self, num_samples: Float64Array) -> Float64Array:
-        """Return ``w_m``, of mean 1."""
-        if self.weighting == "equal":
-            return np.ones(self.num_clients)
-        counted = cap_shares(known_or_mean(num_samples), self.largest_share)
-        weights: Float64Array = counted / counted.mean()
-        return weights
-
     @property
     def largest_share(self) -> float:
-        """The largest share of the weights that one client can have."""
         return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
 
 
@@ -123,10 +114,8 @@ def describe_step(rule: StepRule) -> str:
     >>> describe_step(make_step("dog:first=0.1"))
     'dog:average=8:first=0.1:widest=8'
     """
-    options = asdict(rule) if isinstance(rule, Fixed | DistanceOverGradients) else {}
-    if isinstance(rule, Fixed) and not rule.average:
-        options = {}
-    return ":".join([rule.name, *(f"{name}={float(value):g}" for name, value in options.items())])
+    options = asdict(rule)
+    return ":".join([rule.name, *(f"{name}={value:g}" for name, value in options.items())])
 
 
 def known_or_mean(num_samples: Float64Array) -> Float64Array:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.server import agreement
@@ -25,30 +26,32 @@ from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
 from aqg.core.downlink import describe_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.flower.accounts import Accounts, have_diverged, leave_out_absurd, mean_loss
-from aqg.flower.arrays import record_of
+from aqg.flower.arrays import record_of, values_of
 from aqg.flower.grid import CompressedGrid
-from aqg.flower.journal import Journal, Saved
-from aqg.flower.metrics import EXAMPLES, loss_in, mean_metrics, numbers_in, plain
-from aqg.flower.models import ServerModel, make_model
+from aqg.flower.journal import Journal
+from aqg.flower.metrics import EXAMPLES, as_metrics, loss_in, mean_metrics, numbers_in, plain
+from aqg.flower.models import ServerModel, is_module, make_model
+from aqg.flower.reports import Accounts, leave_out_absurd, mean_loss
 from aqg.flower.roster import Roster, wait_for
 from aqg.flower.settings import KEYS, Settings, cap_shares, describe_step, read_settings
+from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
+    from flwr.app import Context
     from flwr.serverapp import Grid
 
     from aqg.channel.tensors import Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.flower.loggers import RunLogger
-    from aqg.flower.reports import RoundReport
 
+    Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
     EvaluateRound = Callable[[int, ArrayRecord], MetricRecord | None]
-    Measure = Callable[[int, ServerModel, Values], Mapping[str, float]]
+    Measure = Callable[[int, Values], float | Mapping[str, Any] | None]
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -73,8 +76,8 @@ class _Run(NamedTuple):
     roster: Roster
     accounts: Accounts
     journal: Journal
-    saved: Saved
-    terms: dict[str, Any]
+    result: Result
+    evaluate_config: ConfigRecord
 
 
 class AQG(Strategy):
@@ -135,10 +138,8 @@ class AQG(Strategy):
         self._describe = describe or {}
         self._loggers = loggers
         self._run: _Run | None = None
+        self._measure: Measure | None = None
         self._sent: dict[int, Message] = {}
-        self._before: dict[str, Mapping[str, float]] = {}
-        self._report: RoundReport | None = None
-        self._failed = 0
 
     @staticmethod
     def from_run_config(
@@ -154,19 +155,16 @@ class AQG(Strategy):
         Args:
             run_config: Flower's, with names in hyphens.
             defaults: values for keys that it does not have.
-            options: of `AQG`, apart from settings.
+            options: of `AQG`; they come first.
 
         """
-        settings = asdict(read_settings(run_config, defaults))
-        if options.get("recipe") is None:
-            options["recipe"] = settings.pop("recipe")
-        settings.pop("recipe", None)
-        return AQG(**settings, **options)
+        given = {name: value for name, value in options.items() if value is not None}
+        return AQG(**{**asdict(read_settings(run_config, defaults)), **given})
 
     def start(
         self,
         grid: Grid,
-        initial_arrays: ArrayRecord | torch.nn.Module | FloatArray,
+        initial_arrays: Start,
         num_rounds: int | None = None,
         timeout: float | None = None,
         train_config: ConfigRecord | None = None,
@@ -193,28 +191,35 @@ class AQG(Strategy):
         the server measures, is the mean over the last ones.
 
         """
-        changes: dict[str, Any] = {}
-        if num_rounds is not None:
-            changes["rounds"] = num_rounds
-        if timeout is not None:
-            changes["round_timeout"] = float(timeout)
+        given = {"rounds": num_rounds, "round_timeout": timeout}
+        changes: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
         if isinstance(grid, CompressedGrid):
             raise ConfigError("AQG compresses by itself: write AQG(...), not Compressed(AQG(...))")
         settings = replace(self.settings, **changes)
-        model, result = make_model(initial_arrays, *self._choice), Result()
+        model = make_model(initial_arrays, *self._choice)
         self.summary()
-        measure, every = self._measure(settings, evaluate_fn)
+        self._measure = self._measure_by(evaluate_fn, model)
+        every = settings.metrics_every or 1
+        if evaluate_fn is None and not settings.metrics_every:
+            every = max(1, settings.rounds // _METRIC_POINTS)
         journal = Journal(settings, self._loggers)
         try:
-            run = self._begin(grid, settings, model, journal)
-            configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+            run = self._begin(grid, settings, model, journal, evaluate_config or ConfigRecord())
+            self._run, num_failed = run, 0
             while run.channel.version <= settings.rounds and not journal.ending:
-                self._run_round(run, measure, every, configs, result)
-            self._finish(run, measure, configs[1], result)
+                stepped = self._run_round(run, every, train_config or ConfigRecord())
+                num_failed = 0 if stepped else num_failed + 1
+                if num_failed > settings.max_failed_rounds:
+                    raise RunError(
+                        f"{num_failed} rounds in a row had fewer than {settings.needed_clients} "
+                        "valid replies; lower min-clients, raise round-timeout, or look at the "
+                        "clients' logs"
+                    )
+            self._finish(run)
         finally:
             journal.close()
             self._run = None
-        return result
+        return run.result
 
     def configure_train(
         self,
@@ -231,10 +236,9 @@ class AQG(Strategy):
         if (number - 1) % settings.eval_every:
             told["measure"] = False
         asked = [client for client in run.roster.present if not away[client]]
-        self._sent = dict(
-            zip(asked, self._messages(run, asked, arrays, told, "train"), strict=True)
-        )
-        return list(self._sent.values())
+        messages = self._messages(run, asked, arrays, told, "train")
+        self._sent = dict(zip(asked, messages, strict=True))
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -249,14 +253,10 @@ class AQG(Strategy):
                 run.roster.num_samples[client] = metrics.get(EXAMPLES, 0.0)
                 found[client] = metrics
         run.channel.reweigh(run.accounts.weights())
-        seconds = time.monotonic() - self._started
-        asked = len(self._sent)
-        self._report = run.accounts.report(
-            found, asked, self._before["metrics"], self._before["evaluated"], seconds
-        )
+        self._report = run.accounts.report(found, len(self._sent))
         run.channel.step(set(found), self._report.stepped)
         trained = self._report.trained
-        return None, _metric_record(trained) if trained else None
+        return None, MetricRecord(dict(trained)) if trained else None
 
     def configure_evaluate(
         self,
@@ -292,45 +292,39 @@ class AQG(Strategy):
             weights = cap_shares(examples, settings.largest_share)
         losses = np.full(settings.num_clients, np.nan)
         losses[clients] = [loss_in(found[client]) for client in clients]
-        if not have_diverged(losses, len(clients)):
-            for client in leave_out_absurd(losses):
-                _logger.warning("the loss of client %d is beyond all use, and left out", client)
+        for client in leave_out_absurd(losses, len(clients))[1]:
+            _logger.warning("the loss of client %d is beyond all use, and left out", client)
         self._loss: float | None = mean_loss(losses, run.channel.book.weights)
         shares = zip(weights.tolist(), (found[client] for client in clients), strict=True)
-        return _metric_record(mean_metrics(list(shares)))
+        return MetricRecord(dict(mean_metrics(list(shares))))
 
     def summary(self) -> None:
-        """Log what the strategy is set to."""
         settings = self.settings
-        recipe = settings.recipe or "one of your own"
+        names = ("downlink", "step", "weighting", "participation")
         _logger.info(
-            "AQG: %d clients, recipe %s, downlink %s, step %s, weighting %s, participation %g, %s",
+            "AQG: %d clients, recipe %s, %s, %s",
             settings.num_clients,
-            recipe,
-            settings.downlink,
-            settings.step,
-            settings.weighting,
-            settings.participation,
+            settings.recipe or "one of your own",
+            ", ".join(f"{name} {getattr(settings, name)}" for name in names),
             f"written to {settings.run_dir!r}" if settings.run_dir else "written nowhere",
         )
 
-    def _begin(self, grid: Grid, settings: Settings, model: ServerModel, journal: Journal) -> _Run:
+    def _begin(
+        self,
+        grid: Grid,
+        settings: Settings,
+        model: ServerModel,
+        journal: Journal,
+        config: ConfigRecord,
+    ) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        chosen = ChannelSettings(
-            recipe=settings.recipe,
-            bits=settings.bits,
-            max_staleness=settings.max_staleness,
-            seed=settings.seed,
-            own=self._recipe,
-            exact=settings.exact,
-            start=settings.start,
-        )
+        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start")
+        named = {name: getattr(settings, name) for name in names}
+        chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()
         downlink, rule = settings.make_downlink(recipe), settings.make_step(recipe)
-        roster, training = (
-            Roster(settings.num_clients, settings.trust_partition_id),
-            settings.training(),
-        )
+        roster = Roster(settings.num_clients, settings.trust_partition_id)
+        training = settings.training()
         stepping = Stepping(
             settings.num_clients,
             roster.client_of,
@@ -341,23 +335,20 @@ class AQG(Strategy):
             settings.dropout,
             training.num_sampled(settings.num_clients) / settings.num_clients,
         )
-        make = partial(SteppingChannel, settings=chosen, stepping=stepping, travel=model.travel)
         schema, seed = model.schema, settings.seed
-        terms = settings.terms | {
-            "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
-            "downlink": describe_downlink(downlink),
-            "step": describe_step(rule),
-        }
-        saved = journal.open(terms)
-        compressed = CompressedGrid(grid, chosen, make_channel=make, run_name=saved.run)
-        channel = compressed.open(ARRAYS, model.record)
-        assert isinstance(channel, SteppingChannel)
-        channel.incarnation = saved.incarnation
-        if saved.arrays:
-            roster.restore(saved.arrays["nodes"].tolist(), saved.arrays["num_samples"])
-            channel.restore(saved.arrays)
-            journal.check(channel)
-            _logger.info("going on with run %s at round %d", saved.run, channel.version)
+        journal.open(
+            settings.terms
+            | {
+                "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
+                "downlink": describe_downlink(downlink),
+                "step": describe_step(rule),
+            }
+        )
+        values = values_of(model.record)
+        channel = SteppingChannel(f"{journal.run}0", values, chosen, stepping, model.travel)
+        journal.restore(channel, roster)
+        compressed = CompressedGrid(grid, chosen, run_name=journal.run)
+        compressed.channels[ARRAYS] = channel
         accounts = Accounts(settings, roster, channel, compressed.counts)
         compressed.check_reply = accounts.check
         patience = settings.start_timeout, settings.round_timeout
@@ -368,100 +359,83 @@ class AQG(Strategy):
                 settings.num_clients,
             )
         journal.begin(channel.version, self._describe, str(channel.book.parameters.dtype))
-        run = _Run(settings, model, compressed, channel, roster, accounts, journal, saved, terms)
-        journal.save(saved, channel, roster, terms)  # the incarnation, before the first order
-        self._run, self._failed = run, 0
-        return run
+        journal.save(channel, roster)  # the incarnation, before the first order
+        parts = settings, model, compressed, channel, roster, accounts, journal
+        return _Run(*parts, Result(), config)
 
-    def _run_round(
-        self,
-        run: _Run,
-        measure: Measure | None,
-        every: int,
-        configs: tuple[ConfigRecord, ConfigRecord],
-        result: Result,
-    ) -> None:
-        """Run the next round, and write it down."""
+    def _run_round(self, run: _Run, every: int, config: ConfigRecord) -> bool:
+        """Run the next round, and write it down; return whether the model took a step."""
         settings, number, before = run.settings, run.channel.version, run.channel.version - 1
         client_every = settings.client_eval_every
-        self._before = {"metrics": {}, "evaluated": {}}
+        evaluated, metrics, tensors = dict[str, float](), dict[str, float](), None
         if client_every and before and before % client_every == 0:
-            self._before["evaluated"] = self._evaluate_on_clients(run, configs[1], result)
-        tensors = None
+            evaluated = self._evaluate_on_clients(run)
         if before % every == 0:
-            self._before["metrics"] = self._measured(run, measure, result)
+            metrics = self._measured(run)
             tensors = run.model.tensors(run.channel.averaged()) if settings.run_dir else None
-        needed = settings.needed_clients
-        patience = settings.start_timeout, settings.round_timeout
+        needed, patience = settings.needed_clients, (settings.start_timeout, settings.round_timeout)
         if not wait_for(run.grid.inner, run.roster, needed, *patience):
             raise RunError(
                 f"{len(run.roster.present)} clients are connected after "
                 f"{settings.start_timeout:g} s, and {needed} are needed; start again with the "
                 "same run-dir to go on"
             )
-        self._started = time.monotonic()
-        messages = self.configure_train(number, run.model.record, configs[0], run.grid)
+        started = time.monotonic()
+        messages = self.configure_train(number, run.model.record, config, run.grid)
         replies = run.grid.send_and_receive(messages, timeout=settings.round_timeout)
         _, trained = self.aggregate_train(number, replies)
+        report = replace(
+            self._report,
+            line=Line(self._report.line.record, metrics),
+            round_seconds=time.monotonic() - started,
+            evaluated={**self._report.evaluated, **evaluated},
+        )
         if trained is not None:
-            result.train_metrics_clientapp[number] = trained
-        report = self._report
-        assert report is not None
-        if report.evaluated and before not in result.evaluate_metrics_clientapp:
-            result.evaluate_metrics_clientapp[before] = _metric_record(report.evaluated)
+            run.result.train_metrics_clientapp[number] = trained
+        if report.evaluated:
+            found = MetricRecord(dict(report.evaluated))
+            run.result.evaluate_metrics_clientapp.setdefault(before, found)
         run.journal.note(report, tensors)
         over = number >= settings.rounds or run.journal.ending
         if over or number % settings.checkpoint_every == 0:
-            run.journal.save(run.saved, run.channel, run.roster, run.terms)
-        self._failed = 0 if report.stepped else self._failed + 1
-        if self._failed > settings.max_failed_rounds:
-            raise RunError(
-                f"{self._failed} rounds in a row had fewer than {needed} valid replies; lower "
-                "min-clients, raise round-timeout, or look at the clients' logs"
-            )
+            run.journal.save(run.channel, run.roster)
+        return report.stepped
 
-    def _finish(
-        self, run: _Run, measure: Measure | None, config: ConfigRecord, result: Result
-    ) -> None:
+    def _finish(self, run: _Run) -> None:
         """Let clients and server measure the final model, and write the results."""
         self._loss = None
-        evaluated = self._evaluate_on_clients(run, config, result)
-        metrics = self._measured(run, measure, result)
+        evaluated, metrics = self._evaluate_on_clients(run), self._measured(run)
         averaged = run.channel.averaged()
-        result.arrays = record_of(averaged.items())
+        run.result.arrays = record_of(averaged.items())
         self.final = run.model.filled(averaged)
         make = partial(run.model.tensors, averaged)
         self.results = run.journal.finish(evaluated, self._loss, metrics, make)
         run.grid.finish(run.roster.present_nodes)
-        result.traffic = run.grid.counts  # type: ignore[attr-defined]
+        run.result.traffic = run.grid.counts  # type: ignore[attr-defined]
         _logger.info("done: %s", {key: self.results[key] for key in _SAID})
 
-    def _evaluate_on_clients(
-        self, run: _Run, config: ConfigRecord, result: Result
-    ) -> dict[str, float]:
-        number = run.channel.version - 1
+    def _evaluate_on_clients(self, run: _Run) -> dict[str, float]:
+        number, config = run.channel.version - 1, run.evaluate_config
         run.roster.update(set(run.grid.get_node_ids()))
         messages = self.configure_evaluate(number, run.model.record, config, run.grid)
-        timeout = run.settings.round_timeout
-        found = self.aggregate_evaluate(
-            number, run.grid.send_and_receive(messages, timeout=timeout)
-        )
+        replies = run.grid.send_and_receive(messages, timeout=run.settings.round_timeout)
+        found = self.aggregate_evaluate(number, replies)
         if found is None:
             return {}
-        result.evaluate_metrics_clientapp[number] = found
+        run.result.evaluate_metrics_clientapp[number] = found
         return {name: float(value) for name, value in found.items()}  # type: ignore[arg-type]
 
-    def _measured(self, run: _Run, measure: Measure | None, result: Result) -> Mapping[str, float]:
+    def _measured(self, run: _Run) -> dict[str, float]:
         """Return the server's own metrics of the model."""
-        if measure is None:
+        if self._measure is None:
             return {}
         if not run.model.can_be_measured:
             _logger.warning("clients keep their own statistics; the server measures no metrics")
             return {}
         number = run.channel.version - 1
-        metrics = measure(number, run.model, run.channel.averaged())
+        metrics = as_metrics(self._measure(number, run.channel.averaged()), "accuracy")
         if metrics:
-            result.evaluate_metrics_serverapp[number] = _metric_record(metrics)
+            run.result.evaluate_metrics_serverapp[number] = MetricRecord(dict(metrics))
         return metrics
 
     def _messages(
@@ -486,41 +460,53 @@ class AQG(Strategy):
             )
         return self._run
 
-    def _measure(
-        self, settings: Settings, evaluate_fn: EvaluateRound | None
-    ) -> tuple[Measure | None, int]:
-        """Return what measures a model on the server, and every how many rounds it does."""
+    def _measure_by(self, evaluate_fn: EvaluateRound | None, model: ServerModel) -> Measure | None:
+        """Return what measures a model on the server."""
         evaluate = self._evaluate
-        if evaluate_fn is not None:
-            if evaluate is not None:
-                raise ConfigError("AQG has an evaluate, and start an evaluate_fn; give one of them")
-            function = evaluate_fn
-            return (
-                lambda number, _, values: _metrics_of(function(number, record_of(values.items()))),
-                settings.metrics_every or 1,
-            )
-        every = settings.metrics_every or max(1, settings.rounds // _METRIC_POINTS)
-        if evaluate is None:
-            return None, every
-        return lambda _, model, values: _metrics_of(evaluate(model.filled(values))), every
+        if evaluate_fn is None:
+            return evaluate and (lambda _, values: evaluate(model.filled(values)))
+        if evaluate is not None:
+            raise ConfigError("AQG has an evaluate, and start an evaluate_fn; give one of them")
+        return lambda number, values: evaluate_fn(number, record_of(values.items()))
 
 
-def _metrics_of(found: float | Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics by name; one number is the accuracy."""
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        return {"accuracy": float(found)}
-    metrics = {}
-    for name, value in found.items():
-        try:
-            metrics[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"evaluate returned {value!r:.80} for {name!r}; it must be a number"
-            ) from None
-    return metrics
+def make_server_app(
+    initial: Start | Callable[[Context], Start],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    on_finish: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> ServerApp:
+    """Make a ServerApp that runs the strategy `AQG` with the settings of the run-config.
 
+    Args:
+        initial: the model to start from, or what makes it: a torch module, an ArrayRecord, or
+            parameters as a flat float32 or float64 vector. A vector will not do where the model
+            has statistics, such as those of batch normalization; clients whose module is another
+            are told so.
+        settings: values for keys that the run-config does not have; see `Settings`.
+        on_finish: is given the final model, as ``evaluate`` is given models, once the run is over.
+        options: of `AQG`: ``recipe``, in place of the one that the run-config names, ``evaluate``,
+            ``include``, ``exclude`` and ``statistics``, as clients have them, ``describe`` and
+            ``loggers``.
 
-def _metric_record(metrics: Mapping[str, float]) -> MetricRecord:
-    return MetricRecord({name: float(value) for name, value in metrics.items()})
+    ``evaluate`` is called before some rounds, see ``metrics_every`` of `Settings`, and after the
+    last; NaN is recorded as null. Where the run-config names a ``run-dir``, the run leaves its
+    final and its best model there (see `aqg.load_model`), under the module's own names; a vector
+    without a module is one tensor called ``parameters``. Where the directory holds a checkpoint,
+    the run goes on from there.
+
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = AQG.from_run_config(context.run_config, settings, **options)
+        start: Any = initial
+        if callable(initial) and not is_module(initial):
+            start = initial(context)
+        strategy.start(grid, start)
+        if on_finish is not None:
+            on_finish(strategy.final)
+
+    return app

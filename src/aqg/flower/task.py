@@ -1,14 +1,24 @@
-"""What a client of a deployment trains: the user's part."""
+"""What a client of a deployment trains, the user's part; and the ClientApp that does."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from aqg.errors import DataError
+import numpy as np
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from aqg.errors import AqgError, ConfigError, DataError, GradientError
+from aqg.flower.arrays import record_of, values_of
+from aqg.flower.envelope import refusal
+from aqg.flower.metrics import EVALUATED, EXAMPLES, as_metrics, loss_in
+from aqg.flower.mod import ORDER, UPDATE, make_mod
+from aqg.flower.models import VECTOR, values_in
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.training import LocalTraining
 
@@ -17,9 +27,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+    from flwr.app import Context
+    from flwr.clientapp.typing import Mod
+    from numpy.typing import NDArray
 
+    from aqg.channel.tensors import Tensor, Values
+    from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
+    from aqg.objectives.layout import TensorSpec
     from aqg.objectives.module import ModuleObjective
 
     Key = tuple[int, int, int]
@@ -27,42 +43,103 @@ if TYPE_CHECKING:
     Train = Callable[[FloatArray, int, Key], tuple[Said, FloatArray]]
     Evaluate = Callable[[FloatArray], Said]
 
+_TASKS_KEPT = 8
+_FARTHEST = 1e300
+"""Stands for a loss that is beyond all numbers: nothing non-finite is sent."""
+
 
 class TaskModel:
-    """A client's module: its layout, and its buffers.
+    """A client's module, and its buffers, which objectives take from here (`Carrier`).
 
     Args:
         layout: which tensors travel.
         module: that is trained.
-        read: returns the buffers as they are.
-        write: sets them.
+        buffers: that the module comes with.
 
     Attributes:
-        initial: the buffers that the module came with.
+        initial: the same.
         is_agreed: whether it was compared with the server's.
 
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        module: torch.nn.Module,
-        read: Callable[[], Buffers],
-        write: Callable[[Buffers], None],
-    ) -> None:
+    def __init__(self, layout: ModelLayout, module: torch.nn.Module, buffers: Buffers) -> None:
         self.layout = layout
         self.module = module
-        self.read = read
-        self.write = write
-        self.initial = read()
+        self.initial = self.buffers = buffers
         self.is_agreed = False
 
-    @property
-    def first_tracked(self) -> str:
-        """The name of the first buffer of a normalization layer."""
-        layout = self.layout
+    def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
+        return self.buffers
+
+    def finish(self, client: int, buffers: Buffers) -> None:  # noqa: ARG002
+        self.buffers = buffers
+
+    def evaluation(self) -> Buffers:
+        return self.buffers
+
+    def views(self) -> Sequence[AbstractContextManager[None]]:
+        return [nullcontext()]
+
+    def open_vector(self, num_params: int) -> None:
+        """Begin a round with a flat vector of the server's; raise where it does not fit."""
+        layout, self.buffers = self.layout, self.initial
         names = zip((*layout.statistics, *layout.counters), layout.tracked, strict=True)
-        return next(spec.name for spec, is_tracked in names if is_tracked)
+        tracked = next((spec.name for spec, is_tracked in names if is_tracked), None)
+        if layout.carries_buffers and tracked is not None:
+            raise ConfigError(
+                f"{layout.model} has statistics such as {tracked!r}, and the server was given a "
+                "flat vector without them: give make_server_app the module"
+            )
+        if num_params != layout.num_params:
+            raise ConfigError(
+                f"the server's model is another: it has {num_params} parameters, and "
+                f"{layout.model} {layout.num_params}"
+            )
+
+    def open(self, values: Values, policy: object) -> FloatArray:
+        """Begin a round with the server's model; return its parameters as one vector."""
+        layout = self.layout
+        self._check(values, policy)
+        self.buffers = Buffers(
+            _flat(values, layout.statistics, np.dtype(np.float64)),
+            _flat(values, layout.counters, np.dtype(np.int64)),
+        )
+        return _flat(values, layout.parameters, layout.dtype)
+
+    def update(self, gradient: FloatArray, values: Values) -> dict[str, Tensor]:
+        """Return what to send by name: parts of the update, and buffers in the types they had."""
+        parts = _parts(gradient, self.layout.parameters)
+        places = self.layout.statistics, self.layout.counters
+        for flat, specs in zip(self.buffers, places, strict=True):
+            buffers = _parts(flat, specs).items()
+            parts |= {name: part.astype(values[name].dtype) for name, part in buffers}
+        return parts
+
+    def _check(self, values: Values, policy: object) -> None:
+        """Raise `ConfigError` where the server's model is another; the text names a tensor."""
+        layout = self.layout
+        for spec in (*layout.parameters, *layout.statistics, *layout.counters):
+            found = values.get(spec.name)
+            if found is None or found.shape != spec.shape:
+                there = "is only here" if found is None else f"has shape {found.shape} there"
+                raise ConfigError(
+                    f"the server's model is another: {spec} of {layout.model} {there}"
+                )
+        if any(layout.tracked) and layout.policy != policy:
+            raise ConfigError(
+                f"statistics are {layout.policy!r} here, and {policy!r} at the server"
+            )
+        state = {} if self.is_agreed else values_in(self.module)
+        for name in values.keys() - state.keys() if state else ():
+            raise ConfigError(f"the server's model is another: {layout.model} has no {name!r}")
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        for name in frozen & state.keys():
+            if name in values and not np.array_equal(state[name], values[name]):
+                raise ConfigError(
+                    f"frozen parameters or constant buffers of {layout.model}, such as {name!r}, "
+                    "differ from the server's; load the same checkpoint on both sides"
+                )
+        self.is_agreed = True
 
 
 @dataclass(frozen=True)
@@ -112,8 +189,11 @@ class FlowerTask:
         """
         training = local if local is not None else LocalTraining()
         model = None
-        if isinstance(getattr(objective, "model_layout", None), ModelLayout):
-            objective, model = _carried(objective)  # type: ignore[arg-type]  # it has a layout
+        layout = getattr(objective, "model_layout", None)
+        if isinstance(layout, ModelLayout):
+            of_module = cast("ModuleObjective", objective)
+            model = TaskModel(layout, of_module.module, of_module.initial_buffers())
+            objective = of_module.carrying(model)
 
         def train(params: FloatArray, round_number: int, key: Key) -> tuple[float, FloatArray]:  # noqa: ARG001
             loss, gradient = training.update(objective, params, features, labels, key)
@@ -123,13 +203,7 @@ class FlowerTask:
             return _beyond_numbers(float(objective.losses(params, features, labels)))
 
         sees_all = training.sees_all_samples
-        return FlowerTask(
-            train,
-            len(labels),
-            evaluate,
-            train_measures=sees_all,
-            model=model,
-        )
+        return FlowerTask(train, len(labels), evaluate, train_measures=sees_all, model=model)
 
     @staticmethod
     def from_module(
@@ -138,25 +212,13 @@ class FlowerTask:
         labels: Any,
         loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
         *,
-        input_shape: tuple[int, ...] | None = None,
-        l2: float = 0.0,
         local: LocalTraining | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        statistics: str = "average",
+        **options: Any,
     ) -> FlowerTask:
         """Make a task of a torch module and a client's samples; see `Objective.from_module`."""
         from aqg.objectives import Objective
 
-        objective = Objective.from_module(
-            module,
-            loss,
-            input_shape=input_shape,
-            l2=l2,
-            include=include,
-            exclude=exclude,
-            statistics=statistics,
-        )
+        objective = Objective.from_module(module, loss, **options)
         return FlowerTask.from_objective(objective, features, labels, local)
 
     @staticmethod
@@ -191,33 +253,28 @@ class FlowerTask:
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
+        model = TaskModel(layout, module, layout.read_buffers(module))
+
+        def load(params: FloatArray) -> None:
+            layout.load(module, params)
+            layout.write_buffers(module, model.buffers)
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
-            layout.load(module, params)
+            load(params)
             # In half precision the module starts from rounded values.
             start = layout.flatten(module, finite=False)
             said = train(module, round_number) if takes_round else train(module)
+            model.buffers = layout.read_buffers(module)
             pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
             return said, pseudo_gradient.astype(params.dtype, copy=False)
 
         def measure(params: FloatArray) -> Said:
-            layout.load(module, params)
-            return evaluate(module) if evaluate is not None else float("nan")
+            load(params)
+            return evaluate(module) if evaluate is not None else math.nan
 
-        model = TaskModel(
-            layout,
-            module,
-            lambda: layout.read_buffers(module),
-            lambda buffers: layout.write_buffers(module, buffers),
-        )
         measures = measure if evaluate is not None else None
-        return FlowerTask(
-            run,
-            num_samples,
-            measures,
-            train_measures=evaluate is None,
-            model=model,
-        )
+        is_measured = evaluate is None
+        return FlowerTask(run, num_samples, measures, train_measures=is_measured, model=model)
 
 
 def num_arguments(function: Callable[..., object]) -> int:
@@ -232,41 +289,6 @@ def num_arguments(function: Callable[..., object]) -> int:
         return 1
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in by_place and p.default is p.empty for p in parameters)
-
-
-def _carried(objective: ModuleObjective) -> tuple[ModuleObjective, TaskModel]:
-    """Return an objective whose buffers can be set and read between rounds."""
-    layout = objective.model_layout
-    held = HeldBuffers(objective.initial_buffers())
-
-    def write(buffers: Buffers) -> None:
-        held.buffers = buffers
-
-    model = TaskModel(layout, objective.module, lambda: held.buffers, write)
-    return objective.carrying(held), model
-
-
-class HeldBuffers:
-    """The buffers of a client's model, for an objective (see `aqg.objectives.module.Carrier`)."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-
-    def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
-        """Return the buffers that training starts from."""
-        return self.buffers
-
-    def finish(self, client: int, buffers: Buffers) -> None:  # noqa: ARG002
-        """Take the buffers after training."""
-        self.buffers = buffers
-
-    def evaluation(self) -> Buffers:
-        """Return the buffers with which the model is measured."""
-        return self.buffers
-
-    def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return one context, for the one model."""
-        return [nullcontext()]
 
 
 def _beyond_numbers(loss: float) -> float:
@@ -287,3 +309,132 @@ def flatten(module: torch.nn.Module) -> FloatArray:
 def load_flat(module: torch.nn.Module, params: FloatArray) -> None:
     """Write a vector that `flatten` returned, or one like it, into a module."""
     ModelLayout.of(module).load(module, params)
+
+
+def make_client_app(
+    task_factory: Callable[[Context], FlowerTask],
+    *,
+    recipe: Recipe | None = None,
+    mods: list[Mod] | None = None,
+) -> ClientApp:
+    """Make the ClientApp of a task, for the strategy `AQG`.
+
+    Args:
+        task_factory: makes a node's task from its context, with its own data.
+        recipe: in place of the one that the server names; the server must have an equal one.
+        mods: of Flower, around every handler.
+
+    The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
+    node's process; a client that has lost it starts again from zero. At the start of a run,
+    memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
+
+    """
+    tasks: OrderedDict[tuple[int, int], FlowerTask] = OrderedDict()
+
+    def task_of(context: Context) -> FlowerTask:
+        key = (context.run_id, context.node_id)
+        if key not in tasks:
+            tasks[key] = task_factory(context)
+            while len(tasks) > _TASKS_KEPT:  # one process may serve many nodes of a simulation
+                tasks.popitem(last=False)
+        return tasks[key]
+
+    app = ClientApp(mods=[*(mods or []), make_mod(recipe=recipe, tells_order=True)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _answer(message, lambda: _train(task_of(context), message.content))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return _answer(message, lambda: _evaluate(task_of(context), message.content))
+
+    return app
+
+
+def _answer(message: Message, make: Callable[[], RecordDict]) -> Message:
+    try:
+        if ORDER not in message.content:
+            raise ConfigError("a task trains for the strategy AQG, and no other")
+        return Message(make(), reply_to=message)
+    except AqgError as error:
+        return refusal(message, error)
+
+
+def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
+    """Return the update that a task makes of the model, and what it measured."""
+    values, params, model = *_open(task, content), task.model
+    told = content.config_records[ORDER]
+    key = (int(told["seed"]), int(told["client"]), int(told["round"]))  # type: ignore[arg-type]
+    before = None if model is None else model.buffers
+    said, gradient = task.train(params, key[2], key)
+    gradient = np.asarray(gradient)
+    if gradient.shape != params.shape:
+        raise GradientError(f"train returned shape {gradient.shape}; the model has {params.shape}")
+    loss, metrics = loss_and_metrics(said)
+    gradient = gradient.astype(params.dtype, copy=False)
+    is_vector = list(values) == [VECTOR]
+    update = {VECTOR: gradient} if model is None or is_vector else model.update(gradient, values)
+    if model is not None and before is not None:
+        if is_vector and not all(map(np.array_equal, model.buffers, before)):
+            raise ConfigError(
+                "training changes buffers of the module, and the server was given a flat vector "
+                "without them: give make_server_app the module"
+            )
+        model.buffers = before
+    config = next((r for n, r in content.config_records.items() if n != ORDER), ConfigRecord())
+    if not config.get("measure", True):
+        loss = math.nan
+    elif not task.train_measures and task.evaluate is not None:
+        loss, evaluated = loss_and_metrics(task.evaluate(params))
+        metrics |= {EVALUATED + n.removeprefix(EVALUATED): v for n, v in evaluated.items()}
+    record = record_of(update.items())
+    marks = {UPDATE: ConfigRecord({"is": True})}
+    return RecordDict({"arrays": record, "metrics": _metrics(loss, metrics, task), **marks})
+
+
+def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:
+    _, params = _open(task, content)
+    said = task.evaluate(params) if task.evaluate is not None else math.nan
+    return RecordDict({"metrics": _metrics(*loss_and_metrics(said), task)})
+
+
+def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
+    """Return the tensors of the model, and its parameters as one vector; set its buffers."""
+    values = values_of(next(iter(content.array_records.values())))
+    model = task.model
+    if list(values) == [VECTOR]:
+        params: FloatArray = np.array(values[VECTOR])
+        if model is not None:
+            model.open_vector(len(params))
+        return values, params
+    if model is None:
+        raise ConfigError(
+            f"the server's model has {len(values)} tensors, and this task a flat vector: give the "
+            "server a flat vector, or make the task of a module"
+        )
+    return values, model.open(values, content.config_records[ORDER]["statistics"])
+
+
+def _flat(values: Values, specs: Sequence[TensorSpec], dtype: np.dtype[Any]) -> NDArray[Any]:
+    flat = np.empty(sum(spec.size for spec in specs), dtype)
+    for spec in specs:
+        flat[spec.place] = values[spec.name].reshape(-1)
+    return flat
+
+
+def _parts(flat: NDArray[Any], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return {spec.name: flat[spec.place].reshape(spec.shape) for spec in specs}
+
+
+def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> MetricRecord:
+    known = {} if math.isnan(loss) else {"loss": min(max(loss, -_FARTHEST), _FARTHEST)}
+    return MetricRecord({**metrics, **known, EXAMPLES: task.num_samples})
+
+
+def loss_and_metrics(said: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Return the loss that a user's function returned, and metrics where it returned some."""
+    metrics = as_metrics(said, "loss")
+    loss = loss_in(metrics)
+    metrics.pop("loss", None)
+    return loss, metrics

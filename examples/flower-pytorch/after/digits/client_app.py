@@ -17,7 +17,7 @@ def train_model(message: Message, context: Context) -> Message:
     partition, num_partitions = (
         int(context.node_config[key]) for key in ("partition-id", "num-partitions")
     )
-    loader = load_data(partition, num_partitions)
+    loader = load_data(partition, num_partitions, float(context.run_config["dirichlet"]))
     loss = train(
         net,
         loader,

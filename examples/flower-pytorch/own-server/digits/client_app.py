@@ -11,7 +11,7 @@ def make_task(context: Context) -> FlowerTask:
     partition, num_partitions = (
         int(context.node_config[key]) for key in ("partition-id", "num-partitions")
     )
-    loader = load_data(partition, num_partitions)
+    loader = load_data(partition, num_partitions, float(context.run_config["dirichlet"]))
     epochs = int(context.run_config["local-epochs"])
     learning_rate = float(context.run_config["learning-rate"])
     return FlowerTask.from_training(

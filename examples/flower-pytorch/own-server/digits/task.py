@@ -27,10 +27,23 @@ class Net(nn.Module):
         return self.output(functional.relu(self.hidden(features.flatten(1))))
 
 
-def load_data(partition: int, num_partitions: int) -> DataLoader:
-    """Return one client's share of the training images."""
+def load_data(partition: int, num_partitions: int, alpha: float = 0.0) -> DataLoader:
+    """Return one client's share of the training images.
+
+    They are dealt evenly, or, with ``alpha`` above 0, by labels with a partitioner of
+    flwr-datasets: the smaller ``alpha``, the fewer kinds of digits a client has.
+    """
     images, labels = _split(train=True)
-    return _loader(images[partition::num_partitions], labels[partition::num_partitions])
+    if not alpha:
+        return _loader(images[partition::num_partitions], labels[partition::num_partitions])
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    partitioner = DirichletPartitioner(num_partitions, partition_by="label", alpha=alpha)
+    rows = {"label": labels.tolist(), "place": list(range(len(labels)))}
+    partitioner.dataset = Dataset.from_dict(rows)
+    places = torch.tensor(partitioner.load_partition(partition)["place"][:])
+    return _loader(images[places], labels[places])
 
 
 def load_test_data() -> DataLoader:
