@@ -60,10 +60,10 @@ def main() -> None:
         text = [
             "# Large models",
             "",
-            "What the [two lines](../docs/how-to/flower.md) cost beside stock Flower, and the steps "
-            "of the channel under them (`python benchmarks/large.py`, two busy x86 cores). Memory is "
-            "the most that a process held, in models of 32 bits per parameter; stock Flower's "
-            "processes do not load `aqg`, whose libraries take 130 MB.",
+            "What the [two lines](../docs/how-to/flower.md) cost beside stock Flower, and the "
+            "steps of the channel under them (`python benchmarks/large.py`, two busy x86 cores). "
+            "Memory is the most that a process held, in models of 32 bits per parameter; stock "
+            "Flower's processes do not load `aqg`, whose libraries take 130 MB.",
             "",
             *(compare_apps(size // part, options.rounds or 4) for part in (10, 1)),
             measure_channel(size, options.rounds or 2, options.recipe),
@@ -195,8 +195,8 @@ def measure_channel(size: int, rounds: int, recipe: str) -> str:
         "",
         f"## Steps of a round with {size:,} parameters",
         "",
-        f"Recipe `{recipe}`, {LAYERS} tensors, one client, round {rounds}: {down / 1e6:.1f} MB down "
-        f"and {up / 1e6:.1f} MB up, where plain copies are {model / 1e6:,.0f} MB each "
+        f"Recipe `{recipe}`, {LAYERS} tensors, one client, round {rounds}: {down / 1e6:.1f} MB "
+        f"down and {up / 1e6:.1f} MB up, where plain copies are {model / 1e6:,.0f} MB each "
         "(`python benchmarks/large.py channel`). What the server holds at first is the strategy's "
         "model, the model of the round before and the public copy.",
         "",
