@@ -4,7 +4,6 @@ python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lor
 python benchmarks/dropin.py example              # on the line, and as ``flwr list`` counts
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
-python benchmarks/dropin.py memory --parameters 10000000    # peak memory of either side
 python benchmarks/dropin.py strategies --runs 5  # strategies of Flower's on digits, by label,
                                                  # into results/strategies.jsonl
 python benchmarks/dropin.py large --parameters 100000000 --rounds 2    # time and peak memory
@@ -20,10 +19,8 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 import os
 import re
-import resource
 import tempfile
 import time
 from contextlib import contextmanager
@@ -42,7 +39,7 @@ EXAMPLES = ("flower-pytorch", "flower-lora")
 PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.compressed", "aqg.flower.mod")
 
 
-PARTS = ("accuracy", "example", "line", "overhead", "large", "memory", "strategies")
+PARTS = ("accuracy", "example", "line", "overhead", "large", "strategies")
 
 
 def main() -> None:
@@ -66,7 +63,6 @@ def main() -> None:
         "line": measure_line,
         "overhead": measure_overhead,
         "large": measure_large,
-        "memory": measure_memory,
         "strategies": measure_strategies,
     }[options.what](options)
 
@@ -366,139 +362,6 @@ def measure_large(options: argparse.Namespace) -> None:
         sizes = f"{traffic[0]:,.1f} MB | {traffic[1]:,.1f} MB"
         name = "the two lines" if compressed else "stock"
         print(f"| {name} | {seconds} | {sizes} | {' | '.join(cells)} |", flush=True)
-
-
-# Memory
-
-_LAYERS = 10
-_MEMORY_ROUNDS = 4
-
-
-def measure_memory(options: argparse.Namespace) -> None:
-    """Compare the peak memory of ServerApp and ClientApp, each a process, with and without."""
-    model = 4 * options.parameters
-    peaks = {way: _peaks_of(way, options.parameters) for way in ("stock", "compressed")}
-    print(f"{options.parameters:,} parameters in {_LAYERS} tensors, 2 nodes, 4 rounds")
-    for side, name in enumerate(("ServerApp", "ClientApp")):
-        stock, ours = (peaks[way][side] / model for way in ("stock", "compressed"))
-        print(f"{name}: {ours - stock:+.2f} models ({ours:.2f}; stock Flower's {stock:.2f})")
-
-
-def _peaks_of(way: str, parameters: int) -> list[int]:
-    context = multiprocessing.get_context("spawn")
-    peaks, pipe = context.Queue(), context.Pipe()
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["AQG_STATE_DIR"] = directory
-        sides = [
-            context.Process(target=side, args=(end, peaks, way, parameters))
-            for side, end in zip((_serve, _work), pipe, strict=True)
-        ]
-        for side in sides:
-            side.start()
-        found = dict(peaks.get() for _ in sides)
-        for side in sides:
-            side.join()
-    return [found["server"], found["client"]]
-
-
-def _own_peak() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _send(pipe: Any, message: Any) -> None:
-    """Send a message without a copy of its arrays, and without keeping it."""
-    from flwr.app import ArrayRecord
-
-    heads, arrays = [], []
-    for name, record in message.content.items():
-        if isinstance(record, ArrayRecord):
-            heads.append((name, [(k, a.dtype, a.shape, a.stype) for k, a in record.items()]))
-            arrays += [array.data for array in record.values()]
-        else:
-            heads.append((name, record))
-    pipe.send((message.metadata.dst_node_id, message.metadata.message_type, heads))
-    del message
-    while arrays:
-        pipe.send_bytes(arrays.pop(0))
-
-
-def _receive(pipe: Any) -> tuple[int, str, Any]:
-    from flwr.app import Array, ArrayRecord, RecordDict
-
-    node, kind, heads = pipe.recv()
-    records = {}
-    for name, head in heads:
-        if isinstance(head, list):
-            head = ArrayRecord({k: Array(d, s, t, pipe.recv_bytes()) for k, d, s, t in head})
-        records[name] = head
-    return node, kind, RecordDict(records)
-
-
-def _serve(pipe: Any, peaks: Any, way: str, parameters: int) -> None:
-    logging.disable(logging.CRITICAL)
-    from flwr.app import Array, ArrayRecord, Message
-    from flwr.serverapp.strategy import FedAvg
-
-    from aqg.flower import Compressed
-
-    from tests.flower.memory_grid import MemoryGrid
-
-    class Grid(MemoryGrid):
-        def push_messages(self, messages: Any) -> Any:
-            identifiers = []
-            for message in messages:
-                message.metadata.__dict__["_message_id"] = identifier = f"m{next(self._ids)}"
-                identifiers.append(identifier)
-                _send(pipe, message)
-                _, _, content = _receive(pipe)
-                self.replies.append(Message(content, reply_to=message))
-            return identifiers
-
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:  # noqa: ARG002
-            return self.pull_messages(set(self.push_messages(messages)))
-
-    layers = (np.ones(parameters // _LAYERS, np.float32) for _ in range(_LAYERS))
-    first = ArrayRecord({f"layer{i}": Array(layer) for i, layer in enumerate(layers)})
-    strategy = FedAvg(fraction_evaluate=0.0)
-    chosen = strategy if way == "stock" else Compressed(strategy)
-    chosen.start(Grid(None, {1: {}, 2: {}}), first, num_rounds=_MEMORY_ROUNDS)
-    pipe.send(None)
-    peaks.put(("server", _own_peak()))
-
-
-def _work(pipe: Any, peaks: Any, way: str, _parameters: int) -> None:
-    logging.disable(logging.CRITICAL)
-    from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-    from flwr.clientapp import ClientApp
-    from flwr.supercore.task_identity import TaskIdentity
-
-    from aqg.flower import aqg_mod
-
-    app = ClientApp(mods=[] if way == "stock" else [aqg_mod])
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        rng, trained = np.random.default_rng(context.node_id), {}
-        for name, array in message.content["arrays"].items():
-            layer = array.numpy()
-            layer -= 0.01 * rng.standard_normal(len(layer), np.float32)
-            trained[name] = Array(layer)
-        content = {"arrays": ArrayRecord(trained), "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
-
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 7, 1, 1
-    contexts: dict[int, Any] = {}
-    while pipe.poll(None):
-        try:
-            node, kind, content = _receive(pipe)
-        except TypeError:  # the end
-            break
-        context = contexts.setdefault(node, Context(7, node, {}, RecordDict(), {}))
-        message = Message(content, node, kind)
-        message.metadata.__dict__["_message_id"] = "m"
-        del content
-        _send(pipe, app(message, context))
-    peaks.put(("client", _own_peak()))
 
 
 def peak_memory(process: int | None) -> int:

@@ -174,7 +174,7 @@ class CompressedGrid(OuterGrid):
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
-        self._whole: dict[str, tuple[int, ArrayRecord]] = {}
+        self._whole: dict[str, ArrayRecord] = {}
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -234,11 +234,14 @@ class CompressedGrid(OuterGrid):
         """Begin with the model that a strategy starts from; return it as nodes will have it."""
         if not record or not is_readable(record):
             return record
+        values = values_of(record)
         try:
-            self._prepared = self._make_channel(values_of(record), self._settings)
+            self._prepared = self._make_channel(values, self._settings)
         except ConfigError:  # said when it is sent
             return record
-        return record_of(self._prepared.copied().items())
+        copied = self._prepared.copied()
+        is_exact = all(is_same(tensor, copied[name]) for name, tensor in values.items())
+        return record if is_exact else record_of(copied.items())
 
     def finish(self, nodes: Iterable[int] = ()) -> None:
         """Let nodes forget what they keep of the run on disk, and log what it took.
@@ -315,12 +318,15 @@ class CompressedGrid(OuterGrid):
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
             self.channels[name] = channel
-            self._whole[name] = channel.version, record  # at first the copy is the model
+            self._whole[name] = record  # at first the copy is the model
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._speakers
+        version = channel.version
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
+        if channel.version != version:
+            self._whole.pop(name, None)
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
@@ -383,9 +389,9 @@ class CompressedGrid(OuterGrid):
         )
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
-        if name not in self._whole or self._whole[name][0] != channel.version:
-            self._whole[name] = channel.version, record_of(channel.copied().items())
-        return self._whole[name][1]
+        if name not in self._whole:
+            self._whole[name] = record_of(channel.copied().items())
+        return self._whole[name]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""

@@ -7,6 +7,7 @@ It answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQ
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -52,6 +53,8 @@ UPDATE = "aqg-update"
 """A record of a reply whose arrays are updates, and not a trained model."""
 ORDER = "aqg-order"
 """See `make_mod`."""
+_LARGE = 1 << 25
+"""Bytes of a model for whose memory a collection of garbage is worth its time."""
 _SAID = "aqg-said"
 """A record of the node's context: that nothing is compressed was said before."""
 
@@ -114,6 +117,7 @@ def make_mod(
         reply = call_next(message, context)
         if not reply.has_content():
             return reply
+        message.content = RecordDict()  # with the model, which the reply takes the place of
         try:
             envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
             if is_first and memory.directory is not None:
@@ -196,31 +200,43 @@ def _receive(
 def _pack_reply(
     reply: Message, models: dict[str, Held], memory: Memory, seconds: float
 ) -> Envelope:
-    """Take all that can be in one record out of a reply, and return it."""
+    """Take all that can be in one record out of a reply, and return it.
+
+    Models are taken out of both before they are compressed: nothing here holds their tensors then.
+    """
     envelope = Envelope(says_version=False)
     is_update = reply.content.pop(UPDATE, None) is not None
     loss = loss_in(numbers_in(reply.content))
     packed: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
-    trained = [m for m in models.values() if m.is_trained and m.is_stepping]
+    trained = [n for n, m in models.items() if m.is_trained and m.is_stepping]
     arrays = len(reply.content.array_records)
     if trained and arrays != 1:
         raise MessageError(
             f"the reply of the train handler has {arrays} ArrayRecords; AQG takes one"
         )
-    for name, record in reply.content.items():
+    for name in list(reply.content):
+        record = reply.content[name]
         if not isinstance(record, ArrayRecord):
             envelope.add(name, record)
             continue
-        model = trained[0] if trained else models.get(name)
+        answered = trained[0] if trained else name
+        model = models.get(answered)
         if model is not None and model.is_trained and is_readable(record):
-            after = values_of(record)
-            difference = _difference(after, model)
+            difference = _difference(values_of(record), model)
             if not difference or is_update:
+                before, after = [models.pop(answered)], [values_of(record)]
+                del record, model, reply.content[name]
+                if sum(tensor.nbytes for tensor in after[0].values()) > _LARGE:
+                    gc.collect()  # Flower's records refer to themselves
                 sent = reply_to(
-                    model, after, memory, is_update=is_update, loss=loss, seconds=seconds
+                    before.pop(),
+                    after.pop(),
+                    memory,
+                    is_update=is_update,
+                    loss=loss,
+                    seconds=seconds,
                 )
-                name = next(n for n, m in models.items() if m is model)
-                envelope.add_model(name, COMPRESSED, sent)
+                envelope.add_model(answered, COMPRESSED, sent)
                 continue
             if model.is_stepping:
                 raise MessageError(difference)
