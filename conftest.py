@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 collect_ignore = []
-if find_spec("triton") is None:  # torch brings Triton along where it supports the machine
-    collect_ignore += ["src/aqg/contrib/triton_kernels.py"]
 if find_spec("nvflare") is None:  # it has an environment of its own
     collect_ignore += ["src/aqg/flare.py"]
 

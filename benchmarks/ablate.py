@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from aqg.core import auto, budget, downlink
 from aqg.runs.cost import Meter, running_totals
-from aqg.runs.setup import Validator, build_problem, make_simulation
+from aqg.runs.setup import build_problem, follow_target, make_simulation
 from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
 from aqg.studies.contest.plan import read_outcomes
 from aqg.studies.contest.tasks import TASKS
@@ -39,7 +39,13 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parents[1] / "results"
 STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large")
-STEP = {"average": auto.AVERAGE, "first": auto.FIRST, "widest": auto.LONGEST_FIRST}
+TASKS_HERE = ("digits-local", "heart", "watch", "local-dirichlet", "sampled-dirichlet")
+STEP = {
+    "average": auto.AVERAGE,
+    "first": auto.FIRST,
+    "widest": auto.LONGEST_FIRST,
+    "most": auto.MOST,
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,10 @@ class Row:
 
 ROWS = {
     "default": Row("as it is"),
+    "draws": Row("draws from clients that are always there, too", recipe="auto:share=0"),
+    "share": Row("signs of all coordinates, and the rest of each is kept", recipe="auto:share=1"),
+    "half": Row("half of the energy, not nine tenths", recipe="auto:share=0.5"),
+    "most": Row("a surge moves the model as far as it goes", {"most": 1e9}),
     "noise": Row("ν = 4: less is sent, with four times the noise", recipe="auto:noise=4"),
     "agreement": Row(
         "b = 1 in every round, however much uploads agree",
@@ -111,7 +121,7 @@ def run(task: str, row: Row, seed: int, device: str, data_dir: Path | None) -> C
         problem = replace(problem, initial_params=averaging.parameters)
     with patched(row):
         simulation = make_simulation(config, problem)
-        validate = Validator(simulation, config.target_kind)
+        validate = follow_target(config, simulation)
         values, records = [validate()], []
         meter = Meter(problem.start_bytes, config.training())
         for _ in range(config.rounds):
@@ -145,7 +155,9 @@ def ratio(ours: float | None, theirs: float | None) -> str:
 def main() -> None:
     """Run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", default="digits-local,heart,watch,local-dirichlet")
+    parser.add_argument(
+        "--tasks", default="digits-local,heart,watch,local-dirichlet,sampled-dirichlet"
+    )
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cpu")

@@ -87,7 +87,8 @@ def mnist_problem(partition: str) -> Problem | None:
     from aqg.runs.config import RunConfig
     from aqg.runs.setup import build_problem
 
-    config = RunConfig("lean", "mnist", partition, "softmax", 10, 1, 0.02, dtype="float32")
+    data = {"dataset": "mnist", "partition": partition, "clients": 10, "dtype": "float32"}
+    config = RunConfig(recipe="lean", model="softmax", rounds=1, alpha=0.02, **data)
     try:
         return build_problem(config)
     except AqgError as error:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from examples.shakespeare import LENGTH, alphabet_of, read_roles, text_windows
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -34,7 +35,6 @@ from torch import Tensor, nn
 
 from aqg.flower import Compressed, aqg_mod
 from aqg.models.nets import Transformer, token_cross_entropy
-from aqg.studies.contest.natural import LENGTH, alphabet_of, read_roles, text_windows
 
 from tests.flower.memory_grid import MemoryGrid
 

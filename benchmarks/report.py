@@ -81,7 +81,15 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
         for seed in range(seeds):
             directory = root / f"{slug(recipe)}_seed-{seed}"
             config = RunConfig(
-                recipe, "mnist", "iid", "softmax", clients, rounds, 0.02, seed=seed, target=1e-2
+                recipe=recipe,
+                dataset="mnist",
+                partition="iid",
+                model="softmax",
+                clients=clients,
+                rounds=rounds,
+                alpha=0.02,
+                seed=seed,
+                target=1e-2,
             )
             create_run(directory, config)
             lines = make_lines(index, seed, rounds, clients)
@@ -93,7 +101,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             client_bytes = ClientBytes.first(clients)
             for line in lines:
                 client_bytes.add(line.record)
-            row = summary.to_json() | client_bytes.to_json()
+            row = summary | client_bytes.to_json()
             write_atomically(directory / SUMMARY, to_json(row).encode())
 
 

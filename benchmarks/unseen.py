@@ -18,8 +18,11 @@ from torch.nn import functional
 from aqg.data import load_dataset, parse_partition
 from aqg.objectives import make_objective
 from aqg.sim.problem import Problem, Samples
-from aqg.studies.contest.natural import shakespeare, watch_problem
+from aqg.spec import load_file
 
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+shakespeare = load_file(_EXAMPLES / "shakespeare.py").shakespeare
+watch_problem = load_file(_EXAMPLES / "watch.py").watch_problem
 _SYNTHETIC_STREAM = 0x5717
 """Keeps the samples apart from other random numbers of the same seed."""
 

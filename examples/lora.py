@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from shakespeare import LENGTH, alphabet_of, read_roles, text_windows  # the example beside
 from torch import nn
 
 from aqg.models.nets import Transformer, token_cross_entropy
 from aqg.sim.problem import Problem
-from aqg.studies.contest.natural import LENGTH, alphabet_of, read_roles, text_windows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,6 +14,8 @@ from aqg.runs import config as own
 from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY
 from aqg.weights import read_notes, to_bytes
 
+from tests.commands import refuse
+
 MODEL = """
 from torch import nn
 
@@ -75,21 +77,6 @@ def folder(tmp_path, monkeypatch):
 def run(*arguments):
     """Run the words of all texts."""
     assert run_app(["run", *" ".join(arguments).split()]) == 0
-
-
-def refuse(capsys, *arguments, message):
-    before = sorted(path for path in _all_files())
-    assert run_app(list(map(str, arguments))) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("aqg: error: ")
-    assert message in line
-    assert sorted(path for path in _all_files()) == before
-
-
-def _all_files():
-    from pathlib import Path
-
-    return (path for path in Path().rglob("*") if "__pycache__" not in path.parts)
 
 
 def test_own_data_run_as_they_are_split(folder, capsys):

@@ -68,7 +68,6 @@ def simulate(monkeypatch):
 
     monkeypatch.setattr(cuda, "Recording", EagerRecording)
     monkeypatch.setattr(cuda, "Report", InstantReport)
-    monkeypatch.setattr(cuda, "_fused_statistics", lambda: None)
     return make
 
 

@@ -3,13 +3,9 @@
 import operator
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,8 @@ from aqg.cli.options import SweepOptions
 from aqg.cli.studies import sweep as sweep_command
 from aqg.contrib.ray_cluster import RayCluster
 from aqg.errors import ConfigError
+
+from tests.commands import contents, interrupt, started, wait_for
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -83,53 +81,20 @@ def local(tmp_path_factory):
     return folder
 
 
-def contents(directory):
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
-
-
-@contextmanager
-def started(*arguments, cwd):
-    with subprocess.Popen(
-        [sys.executable, "-m", "aqg", "sweep", *arguments, "--allow-code"],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def wait_for(process, condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-
-
 @pytest.mark.soak
 def test_a_node_that_dies_and_a_head_that_is_interrupted_change_nothing(cluster, local):
     doomed = cluster.add_node(num_cpus=1)
-    address = ("--cluster", cluster.address)
     directory = local / "away"
-    with started("grid.toml", "--out", "away", *address, cwd=local) as process:
+    command = ("sweep", "--allow-code", "--cluster", cluster.address)
+    with started(*command, "grid.toml", "--out", "away", cwd=local) as process:
         # Two runs under way, one on each node, both with a checkpoint here.
         wait_for(process, lambda: len(list(directory.glob("*/checkpoint.npz"))) >= 2)
         cluster.remove_node(doomed, allow_graceful=False)
         time.sleep(1)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130, errors
-    assert "everything is saved" in errors
-    assert "Traceback" not in errors
+        interrupt(process)
     assert not (directory / "summary.json").exists()
 
-    with started("--resume", "away", *address, cwd=local) as process:
+    with started(*command, "--resume", "away", cwd=local) as process:
         output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert contents(directory) == contents(local / "local")
@@ -157,5 +122,3 @@ def test_without_a_cluster_there_is_one_line():
         RayCluster("127.0.0.1:1"),
     ):
         pytest.fail("there is one")
-    with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
-        RayCluster("127.0.0.1:1", jobs=0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.auto import Draws
+from aqg.core.auto import Draws, Share
 from aqg.core.budget import Budget, first_budget
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.messages import Skip, energy_of
@@ -16,6 +16,7 @@ from aqg.core.recipes import make_recipe
 from aqg.core.round import init_client, init_clients, respond
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
+from aqg.sim.late import make_late
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 from aqg.wire import encode
@@ -201,7 +202,7 @@ def test_the_server_finds_the_budget_of_the_true_updates():
     problem = tiny_problem(num_clients=8, unequal=True)
     local = LocalTraining(batch_size=8, steps=4, rate=0.05)
     simulation = FastSimulation(
-        problem, make_recipe("auto"), 0.02, seed=1, training=Training(local=local)
+        problem, make_recipe("auto:share=0"), 0.02, seed=1, training=Training(local=local)
     )
     found, true, budget = [], [], Budget()
     for number in range(1, 61):
@@ -219,3 +220,56 @@ def test_the_server_finds_the_budget_of_the_true_updates():
     assert np.mean(found) == pytest.approx(np.mean(true), rel=0.2)
     assert np.ptp(true) > 2  # from updates that agree to such that do not
     assert np.corrcoef(found, true)[0, 1] > 0.8
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=60),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([np.float32, np.float64]),
+)
+def test_a_share_of_the_energy_is_sent_with_the_fewest_coordinates(numbers, share, dtype):
+    """But for magnitudes that are equal in their first eight binary digits."""
+    vector = np.array(numbers, dtype)
+    upload = Share(share).quantize(vector, Request(2))
+    squares = np.square(vector.astype(np.float64))
+    kept = upload.values(np.float64) != 0
+    if not kept.any():
+        assert np.sqrt(squares).max() < 1e-20
+        return
+    assert (np.sign(vector[kept]) == np.sign(upload.values(np.float64)[kept])).all()
+    assert squares[kept].sum() >= share * squares.sum() * (1 - 1e-12)
+    without = squares > squares[kept].min() * (1 + 2**-7) ** 2
+    assert squares[without].sum() < share * squares.sum() * (1 + 1e-12)
+    assert upload.step == pytest.approx(np.abs(vector[kept]).mean(dtype=np.float64), rel=0.01)
+
+
+def test_a_long_vector_is_counted_in_pieces():
+    vector = np.random.default_rng(1).standard_normal(200_000)
+    squares = np.sort(vector**2)[::-1].cumsum()
+    fewest = np.searchsorted(squares, 0.9 * squares[-1]) + 1
+    found = np.count_nonzero(Share(0.9).quantize(vector, Request(2)).levels != 1)
+    assert fewest <= found < 1.01 * fewest
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_bad_share_is_named(share):
+    with pytest.raises(ConfigError, match=f"share is {share}"):
+        make_recipe(f"auto:share={share}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("steady", {}),
+        ("sampled", {"participation": 0.5}),
+        ("sampled", {"memory": "none"}),
+        ("sampled", {"late": make_late("equal", 2, None, 0.0)}),
+        ("exact", {"local": LocalTraining()}),
+    ],
+)
+def test_who_remembers_depends_on_who_is_asked(kind, options):
+    training = Training(**{"local": LocalTraining(batch_size=8)} | options)
+    assert training.updates == kind
+    simulation = FastSimulation(tiny_problem(), make_recipe("auto"), 0.1, training=training)
+    assert simulation.recipe.keeps_residual == (kind == "steady")
+    assert simulation.recipe == make_recipe("auto").for_updates(kind)

@@ -87,7 +87,7 @@ def test_the_state_given_is_left_as_it_was():
 @pytest.mark.parametrize("recipe", ["lean", "auto"])
 def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype):
     torch = pytest.importorskip("torch")
-    from aqg.sim.engine import _model_in
+    from aqg.sim.simulation import model_in
     from aqg.sim.torch_backend import TorchBackend
 
     from tests.problems import tiny_problem
@@ -98,7 +98,7 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
         space = TorchBackend(tiny_problem(), device)
         step = Step(0.01, optimizer=optimizer, downlink=downlink)
         model = init_model(chosen, rng.normal(size=LENGTH).astype(dtype), step)
-        there = _model_in(space.put, model)
+        there = model_in(space.put, model)
         for _ in range(10):
             total = rng.normal(size=LENGTH)
             step = step._replace(size=rng.random(), sampled=rng.random())

@@ -99,6 +99,22 @@ def test_any_natural_step_is_trained_with(natural):
     assert np.linalg.norm(params - 1) < 0.1 * first
 
 
+def test_a_surge_moves_the_model_no_farther_than_twice_the_usual_energy():
+    """It counts as it is in what steps are divided by, so that the next ones are shorter."""
+    rule = DistanceOverGradients(average=0.0)
+    usual, surge = np.full(4, 0.5), np.full(4, 50.0)
+    space, model = NumpySpace(in_place=False), np.full(4, 10.0)
+    state = rule.init(model)
+    for _ in range(8):
+        state, size = rule.next(space, state, model, usual, 1.0)
+    after, short = rule.next(space, state, model, surge, 1.0)
+    longest = after.reach * math.sqrt(2 / (8 + 100**2))
+    assert short * np.linalg.norm(surge) == pytest.approx(longest, rel=0.01)
+    free = replace(rule, most=1e9)
+    assert free.next(space, state, model, surge, 1.0)[1] > 50 * short
+    assert rule.next(space, after, model, usual, 1.0)[1] < size / 10
+
+
 def test_rounds_without_an_update_change_nothing():
     rule, zeros = DistanceOverGradients(), np.zeros(SIZE)
     before = rule.init(zeros)
@@ -215,7 +231,8 @@ def test_auto_is_the_recipes_own(recipe, are_exact, rule):
     ("spec", "message"),
     [
         ("long", "unknown step 'long'; choose from auto, fixed, dog"),
-        ("dog:most=1", "step 'dog' has no option 'most'; it has: average, first, widest"),
+        ("dog:long=1", "step 'dog' has no option 'long'; it has: average, first, widest, most"),
+        ("dog:most=0", "most is 0.0; it must be above 0 and finite"),
         ("dog:widest=x", "option widest of step 'dog' is 'x'; it must be a number"),
         ("dog:widest=inf", "widest is inf; it must be above 0 and finite"),
         ("dog:first=0", "first is 0.0; it must be above 0 and finite"),

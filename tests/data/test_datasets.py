@@ -203,7 +203,7 @@ LABELS = np.array([0, 1, 1])
         ({"test_features": FEATURES}, "not both"),
         (
             {"test_features": np.zeros((3, 5)), "test_labels": LABELS},
-            r"shape \(2,\), and of shape \(5,\)",
+            r"shape \(3, 2\), and of shape \(3, 5\)",
         ),
         ({"test_features": FEATURES, "test_labels": LABELS + 1}, r"'set \(test\)'"),
         ({"sources": LABELS[:2]}, r"sources of shape \(2,\)"),

@@ -53,12 +53,19 @@ def test_numbers_are_no_classes(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"y_train": Y[:4]}, r"x_train of shape \(6, 4\) and y_train of shape \(4,\)"),
-        ({"x_train": X[:0], "y_train": Y[:0]}, "at least 1"),
+        ({"y_train": Y[:4]}, r"features of shape \(6, 4\) and labels of shape \(4,\)"),
+        ({"x_train": X[:0], "y_train": Y[:0]}, "N >= 1 are needed"),
+        ({"x_train": X[:, :0]}, r"features of shape \(6, 0\)"),
         ({"x_test": X}, "has x_test and no y_test"),
         ({"y_test": Y}, "has y_test and no x_test"),
-        ({"x_test": X[:, :3], "y_test": Y}, r"x_test of shape \(6, 3\)"),
-        ({"x_test": X, "y_test": Y[:, None]}, r"y_test of shape \(6, 1\)"),
+        (
+            {"x_test": X[:, :3], "y_test": Y},
+            r"features of shape \(6, 4\), and of shape \(6, 3\) in its test set",
+        ),
+        (
+            {"x_test": X, "y_test": Y[:, None]},
+            r"labels of shape \(6,\), and of shape \(6, 1\) in its test set",
+        ),
         ({"x_train": np.where(X == 9, np.nan, X)}, r"'x_train' .* first at \[2, 1\]"),
         ({"y_train": np.array(list("abcdef"))}, "'y_train' .* is <U1; it must be numbers"),
         ({"x_train": X.astype(object)}, "'x_train' .* holds Python objects"),

@@ -20,6 +20,7 @@ from aqg import make_recipe
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
+from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
@@ -100,7 +101,7 @@ class Federation:
         arrays = read_arrays(self.path / "run" / "checkpoint.npz")
         recipe = make_recipe(self.config["recipe"]).for_updates(self.config["exact"])
         downlink = resolve_downlink(self.config["downlink"], recipe)
-        book = book_from_arrays(arrays, recipe, downlink, None)
+        book = book_from_arrays(arrays, recipe, Step(0.0, downlink=downlink), None)
         for client in range(3):
             path, run = self.mirror_of(client), f"{arrays['run']}0"
             mirror = ClientStore(DirectoryVault(path), path.name).load()

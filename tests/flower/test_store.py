@@ -12,7 +12,7 @@ from aqg.channel.settings import Settings
 from aqg.channel.stepping import Stepping, SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
-from aqg.core.optimizers import SGD
+from aqg.core.server import Step
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app
 from aqg.flower.arrays import record_of
@@ -42,7 +42,7 @@ def order_of(book):
         client=0,
         movement=0.0,
         evaluate=False,
-        **book.entry(0).stamp._asdict(),
+        **book.entries[0].stamp._asdict(),
     )
 
 
@@ -58,7 +58,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
             raise RunError("the power fails")
 
     length = 5000
-    book = MirrorBook.first(LEAN, np.zeros(length, np.float32), np.ones(1), SGD())
+    book = MirrorBook.first(LEAN, np.zeros(length, np.float32), np.ones(1), Step(0.1))
     mirror = ClientMirror.first(LEAN, length, "float32")
     for _ in range(2):  # the server misses the second upload
         base = find_base(LEAN, mirror, order_of(book), draw=1)
@@ -67,7 +67,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
         mirror, reply = answer(LEAN, base, order_of(book), gradient)
         if book.round == 1:
             assert book.accept(0, reply, 1).message is not None
-            book.step(0.1, 0.0, 1.0, SGD())
+            book.step()
     ClientStore(DirectoryVault(tmp_path), "key").save(mirror)
     book.skip_step()
 

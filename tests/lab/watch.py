@@ -10,6 +10,7 @@ import numpy as np
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
+from aqg.core.server import Step
 from aqg.protocol.book import book_from_arrays
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 from aqg.sim.record import DROPPED
@@ -141,7 +142,8 @@ class WatchedRun:
         """Return what the server and a client have saved."""
         recipe = make_recipe(str(self.config.get("recipe", "lean")))
         arrays = read_arrays(self.directory / "checkpoint.npz")
-        book = book_from_arrays(arrays, recipe, resolve_downlink("auto", recipe), None)
+        how = Step(0.0, downlink=resolve_downlink("auto", recipe))
+        book = book_from_arrays(arrays, recipe, how, None)
         state, run = self.deployment.state_directory(client), f"{arrays['run']}0"
         (mirrors,) = state.glob(f"{run}-*")
         stores = (

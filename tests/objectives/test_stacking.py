@@ -1,82 +1,17 @@
-"""A client's numbers do not depend on the clients it is stacked with: equal to the last bit.
-
-Through torch's products, too, which give the same numbers, and no warnings.
-"""
+"""A client's numbers do not depend on the clients it is stacked with: equal to the last bit."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.objectives import closed_form as products
 from aqg.objectives import make_objective
 
-torch = pytest.importorskip("torch")
-FEATURES = 300
 
-
-@pytest.fixture
-def _through_torch(monkeypatch):
-    """Let large clients go through torch here as well, whatever the machine."""
-    monkeypatch.setattr(products, "_faster_torch", lambda: torch)
-
-
-def large_client(dtype, *clients):
-    num_samples = products.LARGE_BYTES // np.dtype(dtype).itemsize // FEATURES + 1
-    return np.random.default_rng(0).normal(size=(*clients, num_samples, FEATURES)).astype(dtype)
-
-
-@pytest.mark.usefixtures("_through_torch")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("own_weights", [False, True])
-def test_torch_computes_what_numpy_does(dtype, own_weights):
-    inputs = large_client(dtype, 2)
-    inputs.flags.writeable = False  # torch would warn of it
-    shape = (2, FEATURES, 10) if own_weights else (FEATURES, 10)
-    weight = np.random.default_rng(1).normal(size=shape).astype(dtype)
-    outputs = products.narrow_outputs(inputs, weight)
-    gradient = np.empty((2, FEATURES, 10), dtype)
-    products.narrow_gradient(inputs, outputs.swapaxes(-1, -2), gradient)
-    accuracy = {"rtol": 1e-4, "atol": 1e-2} if dtype == np.float32 else {"rtol": 1e-10}
-    expected = (inputs @ weight).swapaxes(-1, -2)
-    np.testing.assert_allclose(outputs, expected, **accuracy)
-    np.testing.assert_allclose(
-        gradient, inputs.swapaxes(-1, -2) @ expected.swapaxes(-1, -2), **accuracy
-    )
-    assert outputs.dtype == dtype
-
-
-@pytest.mark.usefixtures("_through_torch")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("model", ["softmax", "mlp:40"])
-def test_stacking_changes_nothing_through_torch(model, dtype):
-    assert_stacking_changes_nothing(model, 2, large_client(dtype).shape[0], FEATURES, dtype)
-
-
-def test_only_large_clients_with_few_outputs_ask_for_torch(monkeypatch):
-    asked = []
-    monkeypatch.setattr(products, "_faster_torch", lambda: asked.append(True))
-    small = np.ones((5, 100, FEATURES))
-    products.narrow_outputs(small, np.ones((FEATURES, 10)))
-    products.narrow_outputs(large_client(np.float64), np.ones((FEATURES, products.NARROW + 1)))
-    assert not asked
-    products.narrow_outputs(large_client(np.float64), np.ones((FEATURES, products.NARROW)))
-    assert asked
-
-
-@pytest.mark.usefixtures("_through_torch")
-def test_a_short_lived_process_stays_with_numpy(monkeypatch):
-    monkeypatch.setattr(products, "_is_short_lived", False)
-    inputs, weight = large_client(np.float64), np.ones((FEATURES, 3))
-    products.stay_with_numpy()
-    np.testing.assert_array_equal(products.narrow_outputs(inputs, weight), weight.T @ inputs.T)
-
-
-@pytest.mark.usefixtures("_through_torch")
 def test_samples_in_any_order_in_memory():
-    objective = make_objective("softmax", FEATURES, 4, l2=0.01, scaling="mean")
-    features = large_client(np.float64)
-    labels = np.random.default_rng(2).integers(0, 4, len(features))
+    objective = make_objective("softmax", 300, 4, l2=0.01, scaling="mean")
+    random = np.random.default_rng(2)
+    features, labels = random.normal(size=(450, 300)), random.integers(0, 4, 450)
     params = objective.init_params(0)
     backwards = features[::-1].copy()[::-1]
     loss, gradient = objective.losses_and_gradients(params, features, labels)

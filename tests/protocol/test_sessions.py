@@ -101,12 +101,12 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
     """The server says which: clients need no setting."""
     replies = {}
     for recipe, exact in (("lean:widest=3", True), ("auto", True), ("auto", False)):
-        server = make_server(recipe=recipe, exact=exact)
+        server = make_server(recipe=recipe, exact=exact, sampled=0.5)
         clients = [ClientSession(tmp_path / recipe / f"{exact}-{m}") for m in range(3)]
         run(server, clients, 5)
         order = whole_order(server, 0)
         replies[recipe, exact] = read_reply(clients[0], order).frame
-        assert order.exact is exact
+        assert order.updates == ("exact" if exact else "sampled")
     assert replies["auto", True] == replies["lean:widest=3", True]
     fresh = ClientSession()  # a new disk: once it has the model, it sends what the old one did
     assert server.take(0, fresh.answer(to_bytes(order), train_of(0))).wants_order
@@ -114,9 +114,27 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
     assert reply.frame == replies["auto", False] != b""
 
 
+def test_who_is_asked_in_every_round_keeps_what_it_did_not_send():
+    """The server says which: what is left of one update is sent with the next."""
+    server, client = ServerSession(np.zeros(500), 1), ClientSession()
+    update, sent = np.random.default_rng(0).standard_normal(500), []
+    for _ in range(12):
+        order = server.order(0)
+        answer = client.answer(order, lambda _model, _round: update)
+        assert not server.take(0, answer).problem
+        sent.append(server._book.state.model.total.copy())
+        server.step()
+    assert whole_order(server, 0).updates == "steady"
+    assert np.count_nonzero(sent[0]) < 300
+    left = 12 * update - np.sum(sent, axis=0)
+    assert 0 < np.linalg.norm(left) < 2 * np.linalg.norm(update)
+    forgetful = ServerSession(np.zeros(500), 1, memory="none")
+    assert whole_order(forgetful, 0).updates == "sampled"
+
+
 def test_the_order_says_how_much_noise_an_upload_may_carry():
     """As many clients as agree, and more so after each round."""
-    server = ServerSession(np.zeros(500), 4)
+    server = ServerSession(np.zeros(500), 4, recipe="auto:share=0")
     clients, rng, said = [ClientSession() for _ in range(4)], np.random.default_rng(0), []
     update = rng.standard_normal(500)
     for _ in range(6):
@@ -207,6 +225,18 @@ def test_a_server_may_go_on_from_an_old_copy(tmp_path):
     assert again.round == 6
     run(again, clients, 60)
     assert error(again) < 0.02
+
+
+def test_a_session_goes_on_that_has_heard_of_some_clients_only(tmp_path):
+    options = {"recipe": "lean", "exact": True}
+    server, client = make_server(tmp_path, **options), ClientSession()
+    for _ in range(3):
+        assert server.take(2, client.answer(server.order(2), train_of(2))).is_taken
+        server.step()
+    again = make_server(tmp_path, **options)
+    assert again.parameters.tobytes() == server.parameters.tobytes()
+    reply = read_reply(client, whole_order(again, 2), 2)
+    assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
 
 
 @pytest.mark.parametrize("seed", [4, *map(soak, (0, 1, 2, 3, 5))])

@@ -61,7 +61,7 @@ def make_run():
             client_bytes = ClientBytes.first(config.clients)
             for line in lines:
                 client_bytes.add(line.record)
-            row = summary.to_json() | client_bytes.to_json()
+            row = summary | client_bytes.to_json()
             write_atomically(directory / SUMMARY, to_json(row).encode())
         return directory
 

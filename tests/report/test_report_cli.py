@@ -5,7 +5,6 @@ import csv
 import gzip
 import json
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.report.runs import read_run
-from aqg.report.write import Packer, make_page
+from aqg.report.write import make_page, pack
 from aqg.runs.directory import CONFIG, ROUNDS
 from aqg.runs.files import seal
 
@@ -27,20 +26,11 @@ def runs(make_run, tmp_path):
 
 
 def unpack(text):
-    """Read what `Packer.pack` wrote, as the page does."""
-    content = gzip.decompress(base64.b64decode(text))
-    (length,) = struct.unpack("<I", content[:4])
-    body = content[4 + length :]
-
-    def revive(value):
-        if isinstance(value, dict) and "$" in value:
-            kind, offset, count = value["$"]
-            return np.frombuffer(body, f"<{kind}", count, offset)
-        if isinstance(value, dict):
-            return {key: revive(item) for key, item in value.items()}
-        return [revive(item) for item in value] if isinstance(value, list) else value
-
-    return revive(json.loads(content[4 : 4 + length]))
+    """Read what `pack` wrote, as the page does."""
+    return json.loads(
+        gzip.decompress(base64.b64decode(text)),
+        object_hook=lambda row: np.array(row["$"], float) if "$" in row else row,
+    )
 
 
 def data_of(page):
@@ -48,16 +38,10 @@ def data_of(page):
 
 
 def test_packed_arrays_come_back():
-    packer = Packer()
-    document = {
-        "a": packer.floats([0.5, np.inf, 1e300]),
-        "b": [packer.counts([3]), packer.counts([[300, 1], [2, 3]]), packer.counts([70_000])],
-        "c": packer.counts([]),
-    }
-    back = unpack(packer.pack(document))
-    np.testing.assert_array_equal(back["a"], np.array([0.5, np.nan, np.nan], np.float32))
-    assert [array.tolist() for array in back["b"]] == [[3], [300, 1, 2, 3], [70_000]]
-    assert back["c"].size == 0
+    document = {"a": np.array([0.5, np.inf, 1e300]), "b": [np.array([[300, 1], [2, 3]])]}
+    back = unpack(pack(document))
+    np.testing.assert_array_equal(back["a"], [0.5, np.nan, 1e300])
+    assert back["b"][0].tolist() == [300, 1, 2, 3]
 
 
 def test_one_file_with_everything_in_it(runs, tmp_path, capsys):

@@ -147,23 +147,9 @@ def repeat_rounds(directory):
         (damage_line, "line 3: it has no checksum"),
         (drop_key, "'upload_bytes' is missing"),
         (repeat_rounds, "round numbers must rise"),
-        (lambda run: (run / ROUNDS).write_text("3\n"), "line 1: it has no checksum"),
-        (lambda run: (run / SUMMARY).write_text("{"), "delete it and resume"),
         (lambda run: (run / SUMMARY).write_text("[]"), "it has no checksum"),
-        (lambda run: (run / CONFIG).write_text("recipe = ["), "not valid TOML"),
         (lambda run: (run / CONFIG).write_bytes(b"\xff"), "not valid TOML"),
         (lambda run: (run / CONFIG).unlink(), "is not a run directory: it has no config.toml"),
-    ],
-    ids=[
-        "cut line",
-        "lost key",
-        "rounds twice",
-        "no object",
-        "cut summary",
-        "summary list",
-        "cut config",
-        "no text",
-        "no config",
     ],
 )
 def test_damage_is_named_in_one_line(make_run, tmp_path, damage, message):
@@ -286,38 +272,36 @@ def points(x, y, ended=True):
     return Points(np.array(x, float), np.array(y, float), ended)
 
 
-def test_one_run_is_its_own_median():
-    band = combine([points([0, 1, 3], [5, 4, 2])])
-    np.testing.assert_array_equal(band.x, [0, 1, 3])
-    for values in (band.median, band.low, band.high):
-        np.testing.assert_array_equal(values, [5, 4, 2])
-
-
-def test_runs_are_compared_at_the_same_cost():
-    band = combine([points([0, 2], [4, 0]), points([0, 1, 2], [4, 4, 4]), points([0, 2], [8, 8])])
-    np.testing.assert_array_equal(band.x, [0, 1, 2])
-    np.testing.assert_array_equal(band.median, [4, 4, 4])
-    np.testing.assert_array_equal(band.low, [4, 2, 0])
-    np.testing.assert_array_equal(band.high, [8, 8, 8])
-
-
-def test_a_run_that_has_ended_keeps_its_value_and_the_curve_ends_at_the_median_cost():
-    band = combine([points([0, 1], [9, 1]), points([0, 3], [9, 3]), points([0, 8], [9, 1])])
-    assert band.x[-1] == 3
-    assert band.low[-1] == 1
-    assert band.high[-1] == 9 - 3  # the longest one is on its way from 9 to 1
-
-
-def test_a_run_that_has_not_ended_counts_as_far_as_it_came():
-    band = combine([points([0, 1], [9, 1], ended=False), points([0, 2], [5, 5], ended=False)])
-    np.testing.assert_array_equal(band.x, [0, 1, 2])
-    np.testing.assert_array_equal(band.median, [7, 3, 5])
-
-
-def test_rounds_that_cost_nothing_leave_their_last_value():
-    band = combine([points([0, 1, 1, 1, 2], [9, 8, 7, 6, 5])])
-    np.testing.assert_array_equal(band.x, [0, 1, 2])
-    np.testing.assert_array_equal(band.median, [9, 6, 5])
+@pytest.mark.parametrize(
+    ("curves", "x", "median", "low", "high"),
+    [
+        # One run is its own median.
+        ([points([0, 1, 3], [5, 4, 2])], [0, 1, 3], *[[5, 4, 2]] * 3),
+        # Runs are compared at the same cost.
+        (
+            [points([0, 2], [4, 0]), points([0, 1, 2], [4, 4, 4]), points([0, 2], [8, 8])],
+            *([0, 1, 2], [4, 4, 4], [4, 2, 0], [8, 8, 8]),
+        ),
+        # One that has ended keeps its value; the curve ends at the median cost.
+        (
+            [points([0, 1], [9, 1]), points([0, 3], [9, 3]), points([0, 8], [9, 1])],
+            *([0, 1, 3], [9, 7, 3], [9, 1, 1], [9, 8, 6]),
+        ),
+        # One that has not ended counts as far as it came.
+        (
+            [points([0, 1], [9, 1], ended=False), points([0, 2], [5, 5], ended=False)],
+            *([0, 1, 2], [7, 3, 5], [5, 1, 5], [9, 5, 5]),
+        ),
+        # Rounds that cost nothing leave their last value.
+        ([points([0, 1, 1, 1, 2], [9, 8, 7, 6, 5])], [0, 1, 2], *[[9, 6, 5]] * 3),
+    ],
+)
+def test_the_curve_of_a_group(curves, x, median, low, high):
+    band = combine(curves)
+    for found, expected in zip(
+        (band.x, band.median, band.low, band.high), (x, median, low, high), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_nothing_to_combine():

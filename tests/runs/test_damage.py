@@ -11,29 +11,19 @@ import time
 import numpy as np
 import pytest
 
-from aqg.cli.app import run_app
 from aqg.errors import RunError
 from aqg.runs import files, loop
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY, read_lines, read_summary
-from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.executor import Interrupted
 from aqg.runs.files import Records, locked, read_arrays, write_arrays
 from aqg.runs.setup import build_problem
 from aqg.weights import BEST
 
+from tests.commands import contents, stop_after
+
 SETTINGS = {"recipe": "lean", "rounds": 12, "dropout": 0.2}
 CONFIG = resolve(SETTINGS)[0]
-
-
-class StopAfter(Contact):
-    """Asks a run to stop after so many rounds."""
-
-    def __init__(self, num_rounds):
-        self._left = num_rounds
-
-    def is_stop_asked(self):
-        self._left -= 1
-        return self._left == 0
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def halfway(tmp_path_factory, problem):
     directory = tmp_path_factory.mktemp("run") / "half"
     loop.create_run(directory, CONFIG)
     with pytest.raises(Interrupted):
-        loop.run(CONFIG, problem, None, directory, StopAfter(7))
+        loop.run(CONFIG, problem, None, directory, stop_after(7))
     return directory
 
 
@@ -55,10 +45,6 @@ def halfway(tmp_path_factory, problem):
 def run(halfway, tmp_path):
     shutil.copytree(halfway, tmp_path / "run")
     return tmp_path / "run"
-
-
-def contents(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def refused(run, problem, message):
@@ -76,28 +62,61 @@ def change_line(run, number, change):
     (run / ROUNDS).write_bytes(b"".join(lines))
 
 
-def test_undamaged_it_goes_on_and_ends_as_if_it_had_not_been_stopped(run, problem, tmp_path):
-    loop.run(CONFIG, problem, None, run)
-    loop.create_run(tmp_path / "whole", CONFIG)
-    loop.run(CONFIG, problem, None, tmp_path / "whole")
-    assert contents(run) == contents(tmp_path / "whole")  # the checkpoint among them
+def repeat_the_third(run):
+    change_line(run, 3, lambda line: line + line)
 
 
-def test_rounds_that_are_missing(run, problem):
-    (run / ROUNDS).unlink()
-    refused(run, problem, r"rounds.jsonl' is missing, but the checkpoint is at round 7; delete")
+def replace_the_third(run):
+    """Put a sound line there that the checkpoint does not count on."""
+    row = json.loads((run / ROUNDS).read_text().splitlines()[2])
+    row.pop("crc32")
+    row["loss"] += 1.0
+    change_line(run, 3, lambda _: (files.seal(json.dumps(row)) + "\n").encode())
 
 
-def test_rounds_that_were_cut(run, problem):
+def cut(run):
     content = (run / ROUNDS).read_bytes()
     (run / ROUNDS).write_bytes(content[: len(content) // 2])
-    refused(run, problem, r"rounds.jsonl' holds 3 rounds, but the checkpoint is at round 7")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"\x00" * 5000])
-def test_a_checkpoint_that_is_none(run, problem, content):
-    (run / CHECKPOINT).write_bytes(content)
-    refused(run, problem, r"checkpoint.npz' is damaged \(it (is empty|does not fit its checksum)")
+def flip_a_bit_of_the_model(run):
+    content = bytearray((run / BEST).read_bytes())
+    content[-3] ^= 16
+    (run / BEST).write_bytes(content)
+
+
+def write(content):
+    return lambda run: (run / CHECKPOINT).write_bytes(content)
+
+
+def third(change):
+    return lambda run: change_line(run, 3, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / ROUNDS).unlink(), "rounds.jsonl' is missing, but the checkpoint is at"),
+        (cut, r"rounds.jsonl' holds 3 rounds, but the checkpoint is at round 7; delete"),
+        (write(b""), r"checkpoint.npz' is damaged \(it is empty"),
+        (write(b"PK\x05\x06" + bytes(18)), r"npz' is damaged \(it does not fit its checksum"),
+        (write(b"\x00" * 5000), r"checkpoint.npz' is damaged \(it does not fit its checksum"),
+        (replace_the_third, "does not hold the rounds that checkpoint.npz counts on"),
+        (repeat_the_third, r"is damaged: line 4 is of round 3"),
+        (third(lambda line: line.replace(b'"up', b'"up\xff')), "line 3: it does not fit its check"),
+        (third(lambda line: b"\xff\xfe\xfd\n"), "line 3: it has no checksum"),
+        (third(lambda line: line.replace(b"crc32", b"crc33")), "line 3: it has no checksum"),
+        (third(lambda line: line[:30] + b"\n"), "line 3: it has no checksum"),
+        (third(lambda line: b"\n"), "line 3: it has no checksum"),
+        (
+            flip_a_bit_of_the_model,
+            "best.safetensors' is damaged: it does not fit its checksum; del",
+        ),
+    ],
+)
+def test_damage_is_named_and_nothing_changed(run, problem, damage, message):
+    damage(run)
+    refused(run, problem, message)
 
 
 def test_any_flipped_bit_of_a_checkpoint_is_seen(tmp_path):
@@ -125,37 +144,6 @@ def test_another_runs_checkpoint(run, problem, tmp_path):
     loop.run(other, build_problem(other), None, tmp_path / "other")
     shutil.copy(tmp_path / "other" / CHECKPOINT, run / CHECKPOINT)
     refused(run, problem, r"checkpoint.npz' belongs to another run \(settings [0-9a-f]{12}, and")
-
-
-def test_a_checkpoint_of_other_rounds(run, problem, halfway):
-    """One round is replaced by a sound line that the checkpoint does not count on."""
-    row = json.loads((run / ROUNDS).read_text().splitlines()[2])
-    row.pop("crc32")
-    row["loss"] += 1.0
-    change_line(run, 3, lambda _: (files.seal(json.dumps(row)) + "\n").encode())
-    refused(run, problem, "does not hold the rounds that checkpoint.npz counts on")
-
-
-def test_a_duplicated_line(run, problem):
-    change_line(run, 3, lambda line: line + line)
-    refused(run, problem, r"is damaged: line 4 is of round 3")
-    with pytest.raises(RunError, match="line 4 is of round 3"):
-        read_lines(run)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda line: line.replace(b'"uploads"', b'"up\xffloads"'), "does not fit its checksum"),
-        (lambda line: b"\xff\xfe\xfd\n", "line 3: it has no checksum"),
-        (lambda line: line.replace(b"crc32", b"crc33"), "line 3: it has no checksum"),
-        (lambda line: line[:30] + b"\n", "line 3: it has no checksum"),
-        (lambda line: b"\n", "line 3: it has no checksum"),
-    ],
-)
-def test_a_damaged_line(run, problem, change, message):
-    change_line(run, 3, change)
-    refused(run, problem, message)
 
 
 def test_any_flipped_bit_of_a_line_is_seen(run):
@@ -186,14 +174,6 @@ def test_lines_that_are_no_rounds_are_named(tmp_path, row, message):
         read_lines(tmp_path)
 
 
-def test_what_a_crash_leaves_beyond_the_checkpoint_is_dropped(run, problem, tmp_path):
-    with (run / ROUNDS).open("ab") as file:
-        file.write(b'{"round": 8, "loss"')
-    (run / f".{CHECKPOINT}.part").write_bytes(b"half")
-    loop.run(CONFIG, problem, None, run)
-    assert len(read_lines(run)) == 12
-
-
 def test_a_damaged_summary_is_no_result(run, problem):
     loop.run(CONFIG, problem, None, run)
     text = (run / SUMMARY).read_text()
@@ -204,13 +184,6 @@ def test_a_damaged_summary_is_no_result(run, problem):
     (run / SUMMARY).write_text("")
     with pytest.raises(RunError, match="is damaged"):
         read_summary(run)
-
-
-def test_a_damaged_best_model_is_not_kept(run, problem):
-    content = bytearray((run / BEST).read_bytes())
-    content[-3] ^= 16
-    (run / BEST).write_bytes(content)
-    refused(run, problem, "best.safetensors' is damaged: it does not fit its checksum; delete it")
 
 
 def test_rounds_are_on_disk_before_the_checkpoint_that_counts_on_them(
@@ -229,18 +202,10 @@ def test_rounds_are_on_disk_before_the_checkpoint_that_counts_on_them(
     loop.create_run(directory, CONFIG)
     synced.clear()
     with pytest.raises(Interrupted):
-        loop.run(CONFIG, problem, None, directory, StopAfter(5))
+        loop.run(CONFIG, problem, None, directory, stop_after(5))
     names = [os.path.basename(name) for name in synced]
     assert names.index(ROUNDS) < names.index(f".{CHECKPOINT}.part")
     assert str(directory) in synced[names.index(f".{CHECKPOINT}.part") :]  # the name, too
-
-
-def test_the_command_says_so_in_one_line(run, capsys):
-    (run / CHECKPOINT).write_bytes(b"")
-    assert run_app(["run", "--resume", str(run)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("aqg: error: ")
-    assert "checkpoint.npz' is damaged (it is empty); delete" in line
 
 
 def test_one_process_at_a_time(run, problem):

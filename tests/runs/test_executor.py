@@ -1,4 +1,4 @@
-"""The executor with real processes: what comes next, notes, stops, deaths and retries."""
+"""The executor with real processes: what comes next, stops, deaths and retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Chain:
         self.tasks = tasks
         self.results = []
         self.position = 0
-        self.message = None
 
     def next(self):
         if self.position == len(self.tasks) or len(self.results) < self.position:
@@ -45,9 +44,6 @@ class Chain:
 
     def take(self, job, result):
         self.results.append(result)
-
-    def note(self, job):
-        return self.message
 
 
 def follow(plan, place, handle=lambda job, event: None):
@@ -130,7 +126,7 @@ def test_a_place_may_ask_for_retries(tmp_path):
 
 @dataclass(frozen=True)
 class Saver:
-    """Works until it is told to stop, or until it hears the word."""
+    """Works until it is told to stop."""
 
     file: Path
     saves: ClassVar[bool] = True
@@ -138,23 +134,9 @@ class Saver:
     def __call__(self, contact):
         contact.tell("here")
         while not contact.is_stop_asked():
-            if contact.note() == "enough":
-                return "heard"
             time.sleep(0.01)
         self.file.write_text("saved")
         raise Interrupted
-
-
-def test_a_note_reaches_a_task_under_way(tmp_path):
-    plan = Chain([Saver(tmp_path / "saved"), give_seven])
-
-    def handle(job, event):
-        if isinstance(event, Reported):
-            plan.message = "enough"
-
-    with Processes(1) as place:
-        follow(plan, place, handle)
-    assert plan.results == ["heard", 7]
 
 
 def interrupt(event_type):

@@ -58,7 +58,7 @@ def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finish
     assert not any("test_accuracy" in row for row in rows)
     assert rows[-1]["test_mse"] < rows[0]["test_mse"]
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["test_mse"] == result.summary.metrics["mse"]
+    assert summary["test_mse"] == result["test_mse"]
     assert summary["test_accuracy"] is None
     assert summary["metrics"]["r2"] == {"higher_is_better": True, "percent": False}
     total = sum(row["statistics_upload_bytes"] for row in rows)
@@ -69,12 +69,12 @@ def test_records_have_a_field_for_each_metric_and_the_bytes_of_statistics(finish
 def test_tables_show_the_metrics_that_there_are(finished):
     _, result = finished
     text = io.StringIO()
-    Console(file=text, width=160).print(result_table([result.summary]).to_terminal())
+    Console(file=text, width=160).print(result_table([result]).to_terminal())
     shown = text.getvalue()
     assert "test mse" in shown
     assert "test largest error" in shown
     assert "test acc" not in shown
-    assert f"{result.summary.metrics['r2']:.4g}" in shown
+    assert f"{result['test_r2']:.4g}" in shown
 
 
 def test_reports_and_pictures_have_them(finished):
@@ -82,7 +82,7 @@ def test_reports_and_pictures_have_them(finished):
     found = read_run(directory, "lean")
     assert set(found.metrics) == {"mse", "r2", "largest_error"}
     assert "test_mse" not in found.extras
-    assert result_of(found)["metrics"]["mse"] == result.summary.metrics["mse"]
+    assert result_of(found)["metrics"]["mse"] == result["test_mse"]
     header = curves_csv([found]).splitlines()[0]
     assert header.endswith("residual,mse,r2,largest_error")
     assert "largest_error" in summary_csv([found]).splitlines()[0]

@@ -10,11 +10,13 @@ from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter
 from aqg.runs.directory import CHECKPOINT, read_lines, read_summary
-from aqg.runs.executor import Contact, Interrupted
+from aqg.runs.executor import Interrupted
 from aqg.runs.setup import build_problem, check_target, find_minimum, make_simulation
 from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 from aqg.weights import BEST
+
+from tests.commands import stop_after
 
 LOCAL = resolve(
     {
@@ -139,44 +141,23 @@ def test_accuracy_is_that_of_the_test_set(tmp_path):
     assert [line.metrics["accuracy"] for line in lines[1:]] == accuracies[:-1]
 
 
-class StopAfter(Contact):
-    def __init__(self, num_rounds):
-        self._left = num_rounds
-
-    def is_stop_asked(self):
-        self._left -= 1
-        return self._left == 0
+VALIDATED = replace(LOCAL, recipe="fp16", validation=0.2, participation=0.4, rounds=12)
 
 
-@pytest.mark.parametrize("config", [LOCAL, SOFTMAX], ids=["accuracy", "residual"])
+@pytest.mark.parametrize("config", [LOCAL, SOFTMAX, VALIDATED], ids=lambda c: c.target_kind)
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_a_run_that_was_stopped_ends_the_same(tmp_path, config, num_rounds):
     minimum = find_minimum(SOFTMAX, build_problem(SOFTMAX)) if config is SOFTMAX else None
     whole = run(config, tmp_path / "whole", minimum=minimum)
     with pytest.raises(Interrupted):
-        run(config, tmp_path / "cut", StopAfter(num_rounds), minimum=minimum)
+        run(config, tmp_path / "cut", stop_after(num_rounds), minimum=minimum)
     assert run(config, tmp_path / "cut", minimum=minimum) == whole
     for name in ("rounds.jsonl", "summary.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-class Noted(Contact):
-    """Says after two rounds that all is too dear."""
-
-    def __init__(self):
-        self._num_rounds = 0
-
-    def tell(self, value):
-        self._num_rounds = value.cost.rounds
-
-    def note(self):
-        return 1 if self._num_rounds >= 2 else None
-
-
-def test_limits_hold_from_the_start_or_come_while_it_runs(tmp_path):
-    outcome = run(LOCAL, tmp_path / "late", Noted())
-    assert (outcome["ending"], outcome["rounds"]) == ("beyond", 2)
-    outcome = run(LOCAL, tmp_path / "early", ceiling=1)
+def test_a_run_ends_beyond_its_ceiling(tmp_path):
+    outcome = run(LOCAL, tmp_path, ceiling=1)
     assert (outcome["ending"], outcome["rounds"]) == ("beyond", 1)
 
 

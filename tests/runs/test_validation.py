@@ -10,7 +10,7 @@ from aqg.runs.config import resolve
 from aqg.runs.cost import heads
 from aqg.runs.directory import read_summary
 from aqg.runs.loop import create_run, run
-from aqg.runs.setup import Validator, build_problem, check_target, make_simulation
+from aqg.runs.setup import build_problem, check_target, follow_target, make_simulation
 from aqg.runs.stopping import Judge, Target
 from aqg.sim.record import RoundRecord
 
@@ -111,29 +111,6 @@ def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
     assert (steps[is_first] > first).all()
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_curve(tmp_path):
-    config = make_config(rounds=12, participation=0.4)
-    problem = build_problem(config)
-    for name in ("whole", "parts"):
-        create_run(tmp_path / name, config)
-    run(config, problem, None, tmp_path / "whole", keeps_models=False)
-
-    from aqg.runs.executor import Contact, Interrupted
-
-    class Stop(Contact):
-        count = 0
-
-        def is_stop_asked(self):
-            self.count += 1
-            return self.count == 5
-
-    with pytest.raises(Interrupted):
-        run(config, problem, None, tmp_path / "parts", Stop(), keeps_models=False)
-    run(config, problem, None, tmp_path / "parts", keeps_models=False)
-    whole, parts = (read_summary(tmp_path / name)["curve"] for name in ("whole", "parts"))
-    assert whole == parts
-
-
 def test_a_noisy_curve_is_judged_by_its_mean():
     values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
     goal = Target("accuracy", 0.9, hold=3, is_mean=True)
@@ -171,7 +148,7 @@ def test_the_validation_set_is_measured_where_the_model_is(model, kind):
         config = replace(config, l2=0.0)
     problem = build_problem(config)
     found = [
-        Validator(make_simulation(replace(config, device=device), problem), kind)()
+        follow_target(config, make_simulation(replace(config, device=device), problem))()
         for device in ("cpu", "torch:cpu")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -5,6 +5,8 @@ import pytest
 
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
+from aqg.sim.backends import NumpyBackend
+from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import LocalTraining
 
 torch = pytest.importorskip("torch")
@@ -35,6 +37,28 @@ def test_together_as_alone(training, model, l2):
         loss, update = training.update(objective, params, features[own], labels[own], keys[m])
         assert float(losses[m]) == pytest.approx(float(loss), rel=1e-12)
         np.testing.assert_allclose(updates[m], update, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("model", ["softmax", "mlp:5"])
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_clients_of_one_size_step_together_to_the_same_bits(training, model, dtype, monkeypatch):
+    monkeypatch.setattr("aqg.sim.backends._TOGETHER_BYTES", 1000)  # so that it takes several pieces
+    random = np.random.default_rng(5)
+    objective = make_objective(model, 6, 3, 0.2, "mean")
+    params = objective.init_params(1).astype(dtype)
+    clients = tuple(
+        Samples(random.standard_normal((size, 6)).astype(dtype), random.integers(0, 3, size))
+        for size in (20, 20, 7, 20, 20, 20, 20, 20)
+    )
+    backend = NumpyBackend(Problem(objective, clients, params))
+    for present in (np.arange(8), np.array([0, 2, 3, 5, 7])):
+        keys = [(3, client, 12) for client in present.tolist()]
+        losses, updates = backend.local_updates(training, params, present, keys)
+        for place, client in enumerate(present):
+            loss, update = training.update(objective, params, *clients[client], keys[place])
+            assert losses[place].tobytes() == loss.tobytes()
+            assert updates[place].tobytes() == update.tobytes()
 
 
 def test_models_must_fit_the_clients():

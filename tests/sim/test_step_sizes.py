@@ -78,10 +78,10 @@ def test_every_client_follows_to_the_servers_model():
     reference, _ = simulations("all take part", "condensed")
     for _ in range(ROUNDS):
         reference.run_round()
-        deliveries = reference.downloads.plan(np.arange(6), reference.server.public)
-        for m in range(6):
-            news, _ = reference._tell(m, deliveries[m])
-            assert news.parameters.tobytes() == reference.parameters.tobytes()
+        for clients, delivery in reference._deliver(np.arange(6))[0]:
+            for m in clients.tolist():
+                news = reference._tell(m, delivery)
+                assert news.parameters.tobytes() == reference.parameters.tobytes()
 
 
 def test_a_state_of_fixed_steps_does_not_fit():

@@ -9,14 +9,14 @@ import textwrap
 import pytest
 
 from aqg.errors import AqgError, ConfigError, DataError, RunError
-from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
 from aqg.runs.plan import Batch, prepare, train, unfinished
-from aqg.runs.setup import build_problem, find_minimum
 from aqg.studies.sweep import GRID, TABLE, collect, create_sweep, expand, open_sweep, write_results
 from aqg.weights import BEST, FINAL
+
+from tests.commands import contents, run_alone
 
 TEXT = """
 rounds = 12
@@ -62,12 +62,6 @@ def finished(workers, tmp_path_factory):
     go_on(workers, directory)
     assert dict(os.environ) == environment
     return directory
-
-
-def contents(directory):
-    """Return every file's bytes."""
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_the_product_is_run_in_order_under_readable_names():
@@ -143,9 +137,7 @@ def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
         assert {path.name for path in directory.iterdir()} == FILES
         assert resolve(read_toml(directory / CONFIG)) == (run.config,)
         alone = tmp_path / run.name
-        problem = build_problem(run.config)
-        loop.create_run(alone, run.config)
-        loop.run(run.config, problem, find_minimum(run.config, problem), alone)
+        run_alone(run.config, alone)
         assert contents(alone) == contents(directory)
 
 
@@ -286,8 +278,6 @@ def test_failures_cost_only_themselves(workers, tmp_path):
 
 def test_workers_compute_with_one_thread(workers):
     assert run_tasks([_threads], workers) == [("1", "1")]
-    with pytest.raises(ConfigError, match="jobs is 0; it must be at least 1"):
-        Processes(0)
 
 
 def _threads(contact):

@@ -26,11 +26,9 @@ from aqg.channel.tensors import (
     Schema,
     decode_kept,
     encode_kept,
-    flatten,
     is_finite,
     is_same,
     kinds_of,
-    subtract,
     vector_dtype,
 )
 from aqg.core.public import Public
@@ -228,7 +226,7 @@ def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) ->
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
     made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    made = made.for_updates(order.exact)
+    made = made.for_updates(order.updates)
     if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: the server has aqg "
@@ -259,7 +257,7 @@ def _follow(
     parcel = Parcel(order.round, xor(order.public, copy.beside_digest()), log, order.snapshot)
     moves = bool(order.layout[0] & MOVING)
     terms = Terms(recipe, order.num_params, order.dtype, is_at_rest=not moves)
-    public = follow(terms, parcel, public, lambda: copy.vector)
+    public = follow(terms, parcel, public, lambda: copy.vector, in_place=True)
     return copy._replace(public=public, digest=order.public)
 
 
@@ -274,6 +272,8 @@ def reply_to(
 ) -> bytes:
     """Return what stands for a trained model.
 
+    Tensors are let go of as soon as they are read: who holds neither model needs memory for two.
+
     Args:
         held: the model as it came.
         after: the same tensors after training.
@@ -284,7 +284,8 @@ def reply_to(
         seconds: that training took.
 
     """
-    order, schema, before = held.order, held.schema, held.values
+    order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
+    held = held._replace(values={})
     kinds = kinds_of(schema)
     beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
     chosen = schema.chosen(order.layout[1:])
@@ -317,7 +318,7 @@ def reply_to(
     beside_frame = layout + encode_kept(after, kept, schema, kinds) if kept else layout
     if beside_frame == order.layout[1:]:
         beside_frame = b""
-    make = partial(_update, held.values, after, is_update)
+    make = partial(_update, before, after, is_update)
     reply = _respond(held, chosen, layout, make, loss, memory)
     if beside.own and not reply.stale:
         memory.own(order.run).save({name: after[name] for name in beside.own})
@@ -327,12 +328,20 @@ def reply_to(
     return to_bytes(reply, order.stamp)
 
 
-def _update(before: Values, after: Values, is_update: bool, specs: list[TensorSpec]) -> FloatArray:
-    """Return an update as one vector."""
-    if is_update:
-        return flatten(after, specs)
-    update = flatten(before, specs)
-    subtract(update, after, specs)
+def _update(
+    before: dict[str, Tensor], after: dict[str, Tensor], is_update: bool, specs: list[TensorSpec]
+) -> FloatArray:
+    """Return an update as one vector; its tensors are taken out of the dictionaries."""
+    update = np.empty(sum(spec.size for spec in specs), vector_dtype(specs))
+    position = 0
+    for spec in specs:
+        part = update[position : position + spec.size]
+        position += spec.size
+        new = after.pop(spec.name).reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            part[:] = new if is_update else before.pop(spec.name).reshape(-1)
+            if not is_update:
+                part -= new
     return update
 
 

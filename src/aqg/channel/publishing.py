@@ -65,7 +65,7 @@ def entry_of(public: Public, upload: AnyUpload | None, gap: FloatArray) -> Entry
     moved = on_grid(_SPACE, public.parameters, public.quantum, upload, gap)
     if moved is None:
         return entry._replace(position=None)
-    snapped, quantum, _ = moved
+    snapped, quantum = moved
     if not public.quantum and quantum > _FINEST * upload.step:
         return entry
     return entry._replace(position=snapped, quantum=None if quantum == public.quantum else quantum)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -31,7 +33,7 @@ from aqg.core.public import Entry, advance
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
-from aqg.protocol.mirrors import Peer, fingerprint, first_peer, take_reply, update_of
+from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from aqg.channel.tensors import Kinds, Tensor, Values
     from aqg.core.messages import Message
     from aqg.core.recipe import Recipe
+    from aqg.core.server import Peer
     from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
@@ -66,8 +69,11 @@ class LostError(MessageError):
     """A node does not hold the copy that it was thought to hold."""
 
 
-class Phase(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Phase:
     """What was sent of a model at one time, and what replies to it are relative to.
+
+    While it is held anywhere its copy stays as it is: the channel then moves another one.
 
     Attributes:
         channel: of the model.
@@ -207,6 +213,7 @@ class Channel:
         self._budget = first_budget(self._recipe.noise)
         self._energy = 0.0
         self._zero: dict[tuple[int, str], Peer] = {}
+        self._phases: WeakSet[Phase] = WeakSet()
 
     @property
     def version(self) -> int:
@@ -246,7 +253,9 @@ class Channel:
         if is_train:
             self._trained = self._copy.version
         held = {n: t for n, t in self._copy.kept.items() if self._kinds[n] is not Kind.STILL}
-        return Phase(self, self._is_open, {**self._values, **held}, self._copy)
+        phase = Phase(self, self._is_open, {**self._values, **held}, self._copy)
+        self._phases.add(phase)
+        return phase
 
     def order(self, node: int, evaluate: bool) -> tuple[bytes, bool]:
         """Return a node's order, and whether the node needs the whole public copy as well."""
@@ -257,7 +266,7 @@ class Channel:
         is_full = is_behind and not first
         specs = self.schema.chosen(copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        stamp = self._peer(place, copy.layout, size, dtype).entry.stamp
+        stamp = self._peer(place, copy.layout, size, dtype).held.stamp
         order = Order(
             run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
@@ -282,7 +291,7 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            exact=settings.exact,
+            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
@@ -351,7 +360,7 @@ class Channel:
         return place in self._tried - self._strangers and place not in self._positions
 
     def copied(self) -> Values:
-        """Return the tensors of the public copy."""
+        """Return the tensors of the public copy; the next `publish` may write to them."""
         return self._copy.values(self.schema)
 
     def note(self, node: int, phase: Phase) -> None:
@@ -374,7 +383,7 @@ class Channel:
         specs = self.schema.chosen(phase.copy.layout)
         size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
         peer = self._peer(self._place(node), phase.copy.layout, size, dtype)
-        reply = reply_from_bytes(part, peer.entry.stamp)
+        reply = reply_from_bytes(part, peer.held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -524,7 +533,8 @@ class Channel:
     def _publish(self, copy: PublicCopy, entry: Entry) -> None:
         """Move the public copy by an entry, and put that into the log."""
         self._log.append(encode_entry(entry, None))
-        public = advance(copy.public, entry, self._recipe.movement)
+        is_own = not any(np.may_share_memory(p.copy.vector, copy.vector) for p in self._phases)
+        public = advance(copy.public, entry, self._recipe.movement, in_place=is_own)
         if entry.position is not None and not public.quantum:  # it adds up with no later one
             self._log.merges_from = public.round
         self._copy = copy._replace(public=public).digested()

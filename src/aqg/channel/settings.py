@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from aqg.core.downlink import AUTO, Condensed, make_downlink
+from aqg.core.recipe import SAMPLED, Recipe
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.start import require_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from aqg.core.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Settings:
         downlink: how the public copy follows the model.
         clip: returns the largest norm of an update, where the strategy relies on one.
         own: a recipe that is used in place of the named one; clients must have an equal one.
-        exact: whether updates are gradients over all of a client's samples, without noise.
+        updates: their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`.
         start: how the first model travels (`aqg.channel.first`).
 
     """
@@ -44,13 +43,13 @@ class Settings:
     downlink: Condensed = field(default_factory=Condensed)
     clip: Callable[[], float | None] = lambda: None
     own: Recipe | None = None
-    exact: bool = False
+    updates: str = SAMPLED
     start: str = "exact"
 
     def make_recipe(self) -> Recipe:
         """Return the compressor."""
         made = self.own or make_recipe(self.recipe, self.bits, self.max_staleness)
-        return made.for_updates(self.exact)
+        return made.for_updates(self.updates)
 
 
 def make_settings(

@@ -18,6 +18,7 @@ from aqg.channel.tensors import Kind, unflatten
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.public import lies_on_grid, mark_after
+from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
 from aqg.errors import MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     from aqg.channel.settings import Settings
     from aqg.channel.tensors import Kinds, Tensor, Values
+    from aqg.core.server import Peer
     from aqg.core.types import Float64Array
-    from aqg.protocol.mirrors import Peer
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -61,6 +62,12 @@ class Stepping(NamedTuple):
     downlink: Downlink = Full()
     dropout: float = 0.0
     sampled: float = 1.0
+
+    @property
+    def step(self) -> Step:
+        """The same, as `aqg.core.server` takes it."""
+        terms = self.optimizer, self.rule, self.downlink
+        return Step(self.size, self.dropout, self.sampled, *terms)
 
 
 class Travel(NamedTuple):
@@ -105,12 +112,8 @@ class SteppingChannel(Channel):
         self._stepping = stepping
         self._own, self._aliases = travel.own, travel.aliases
         self._replies: dict[int, Taken] = {}
-        start = self._copy.vector
         weights = np.ones(stepping.num_clients)
-        rule, optimizer = stepping.rule, stepping.optimizer
-        self.book = MirrorBook.first(
-            self._recipe, start, weights, optimizer, stepping.downlink, rule
-        )
+        self.book = MirrorBook.first(self._recipe, self._copy.vector, weights, stepping.step)
         self.book.publisher = None  # the log is the channel's
         self._copy = self._copy._replace(public=self.book.public)
         self._copy = self._copy.without(self._aliases).digested()
@@ -164,10 +167,7 @@ class SteppingChannel(Channel):
             if reply.peer is not None:
                 book.take(client, reply.peer, reply.message, reply.reply.restarted)
         before = book.public
-        if is_step:
-            entry = book.step(how.size, how.dropout, how.sampled, how.optimizer)
-        else:
-            entry = book.skip_step()
+        entry = book.step() if is_step else book.skip_step()
         copy = self._averaged_beside(taken if is_step else {})
         self._log.append(encode_entry(entry, known_velocity(before)))
         public = book.public
@@ -193,14 +193,13 @@ class SteppingChannel(Channel):
         beside |= {f"value {name}": self._values[name] for name in self._travels()}
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
         log = self._log
-        entries = [entry for entry in log.entries if isinstance(entry, bytes)]
         return {
             **book_to_arrays(self.book),
             **beside,
             "copy_digest": np.frombuffer(copy.digest, np.uint8),
             "log_start": np.array(log.first, np.int64),
-            "log_sizes": np.array([len(entry) for entry in entries], np.int64),
-            "log_bytes": np.frombuffer(b"".join(entries), np.uint8),
+            "log_sizes": np.array([len(entry) for entry in log.entries], np.int64),
+            "log_bytes": np.frombuffer(b"".join(log.entries), np.uint8),
             "changed": np.array([self._changed.get(name, 0) for name in copy.kept], np.int64),
             "positions": np.array(positions, np.int64),
         }
@@ -208,7 +207,7 @@ class SteppingChannel(Channel):
     def restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         """Go on from what `to_arrays` returned."""
         how = self._stepping
-        self.book = book_from_arrays(arrays, self._recipe, how.downlink, None, how.rule)
+        self.book = book_from_arrays(arrays, self._recipe, how.step, None)
         named = {
             kind: {n.partition(" ")[2]: a for n, a in arrays.items() if n.startswith(f"{kind} ")}
             for kind in ("kept", "value", "mean")
@@ -246,7 +245,7 @@ class SteppingChannel(Channel):
         return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
 
     def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:  # noqa: ARG002
-        return self.book.peer(place)
+        return self.book.state.peers[place]
 
     def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors, with those of second names as they are under the first."""

@@ -176,15 +176,6 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def subtract(vector: FloatArray, values: Values, specs: Sequence[TensorSpec]) -> None:
-    """Take tensors off a flat vector, in place."""
-    position = 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for spec in specs:
-            vector[position : position + spec.size] -= values[spec.name].reshape(-1)
-            position += spec.size
-
-
 class Update:
     """A flat vector that a message stands for; of levels it is made part by part.
 
@@ -231,12 +222,15 @@ def shifted(
     """Yield tensors less an update, each in its own precision."""
     position = 0
     for spec in specs:
-        part = update.part(position, position + spec.size).reshape(spec.shape)
+        old, shown = values[spec.name].reshape(-1), np.empty(spec.size, spec.dtype)
+        for start in range(0, spec.size, PIECE):
+            piece = slice(start, min(start + PIECE, spec.size))
+            part = update.part(position + piece.start, position + piece.stop)
+            with np.errstate(over="ignore", invalid="ignore"):
+                part = part if factor == 1.0 else factor * part
+                shown[piece] = np.subtract(old[piece], part, dtype=update.dtype)
         position += spec.size
-        with np.errstate(over="ignore", invalid="ignore"):
-            part = part if factor == 1.0 else factor * part
-            shown = np.subtract(values[spec.name], part, dtype=update.dtype)
-            yield spec.name, shown.astype(spec.dtype, copy=False)
+        yield spec.name, shown.reshape(spec.shape)
 
 
 def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kinds) -> bytes:

@@ -231,7 +231,7 @@ def theory(options: TheoryOptions) -> None:
             num_rounds = min(one.rounds, options.rounds or one.rounds)
             trace, end = _follow(console, one, problem, num_rounds)
         advice = advise(one, problem.num_clients, landscape, trace, end)
-        found.append(advice.to_json())
+        found.append(advice.row)
         if not options.as_json:
             console.print(f"\n[bold]{one.recipe}, {one.title}[/bold]", highlight=False)
             for line in sentences(advice):
@@ -299,7 +299,7 @@ def demo(
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     found = read_metrics(summary)
-    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([found])]
+    metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
     console.print(
         f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
     )

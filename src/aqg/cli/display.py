@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,11 +26,14 @@ from rich.table import Column
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
 from aqg.runs.cost import Cost
+from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.plan import Compiling, Job, StudyPlan
-from aqg.runs.summary import Summary
 from aqg.runs.table import Table, format_bytes
 
+Row: TypeAlias = Mapping[str, Any]
+"""A run's results (`aqg.runs.summary.summarize`)."""
+DIRECTIONS = ("up", "down", "total")
 BYTES = ("upload_bytes", "download_bytes", "total_bytes")
 
 
@@ -94,97 +98,106 @@ def progress_bars(
         yield watcher
 
 
-def result_table(summaries: Sequence[Summary], width: int | None = None) -> Table:
+def result_table(rows: Sequence[Row], width: int | None = None) -> Table:
     """Return the comparison: one row per run, savings against `BASELINES` where present.
 
-    Savings are of the bytes that `counted_bytes` returns. Where all columns do not fit into
-    ``width`` characters, bits per parameter are left out.
+    Savings are of all bytes, up and down. Where all columns do not fit into ``width`` characters,
+    bits per parameter are left out.
     """
-    table = _result_table(summaries)
+    table = _result_table(rows)
     is_too_wide = (
         width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width
     )
-    return _result_table(summaries, with_bits=False) if is_too_wide else table
+    return _result_table(rows, "bits/param") if is_too_wide else table
 
 
-def _result_table(summaries: Sequence[Summary], with_bits: bool = True) -> Table:
-    baselines = [s for s in summaries if s.recipe in BASELINES]
-    metrics = measured(summary.metrics for summary in summaries)
-    bits = ["bits/param"] if with_bits else []
-    time = _time_heading(summary.cost for summary in summaries)
-    header = (
-        *("recipe", "final loss", *map(metric_title, metrics), "uploads", *bits),
-        *("up", "down", "total", *time, *(f"vs {baseline.recipe}" for baseline in baselines)),
-    )
+def _result_table(results: Sequence[Row], *left_out: str) -> Table:
+    baselines = [row for row in results if row["recipe"] in BASELINES]
+    columns = columns_of(results, *left_out)
+    versus = [f"vs {baseline['recipe']}" for baseline in baselines]
     rows = tuple(
         (
-            summary.recipe,
-            "diverged" if summary.diverged else f"{summary.final_loss:.6f}",
-            *(metric.format(summary.metrics.get(metric.name)) for metric in metrics),
-            *_spent(summary.cost, with_bits, bool(time)),
-            *(_saving(summary.cost.total_bytes, b.cost.total_bytes) for b in baselines),
+            row["recipe"],
+            *("diverged" if row["diverged"] and c is columns[0] else c.cell(row) for c in columns),
+            *(_saving(row["total_bytes"], baseline["total_bytes"]) for baseline in baselines),
         )
-        for summary in summaries
+        for row in results
     )
+    header = ("recipe", *(column.title for column in columns), *versus)
     return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
 
 
-def _time_heading(costs: Iterable[Cost]) -> list[str]:
-    return ["time"] if any(cost.simulated_seconds is not None for cost in costs) else []
+class Shown(NamedTuple):
+    """What a table shows of runs."""
+
+    title: str
+    value: Callable[[Row], float | None]
+    write: Callable[[float], str]
+
+    def cell(self, row: Row) -> str:
+        value = self.value(row)
+        return "-" if value is None else self.write(value)
 
 
-def _spent(cost: Cost, with_bits: bool, is_timed: bool) -> list[str]:
-    seconds = cost.simulated_seconds
-    return [
-        f"{cost.uploads:,}",
-        *([f"{cost.bits_per_param:,}"] if with_bits else []),
-        *map(format_bytes, (cost.upload_bytes, cost.download_bytes, cost.total_bytes)),
-        *(["-" if seconds is None else f"{seconds:,.1f} s"] if is_timed else []),
+def columns_of(rows: Sequence[Row], *left_out: str) -> list[Shown]:
+    """Return what tables show of runs, but for columns with these titles: the loss comes first."""
+
+    def metric_column(metric: Metric) -> Shown:
+        title = metric_title(metric)
+        return Shown(title, lambda row: read_metrics(row).get(metric.name), metric.format)
+
+    columns = [
+        Shown("final loss", itemgetter("final_loss"), "{:.6f}".format),
+        *map(metric_column, measured(rows)),
+        Shown("uploads", itemgetter("uploads"), "{:,.0f}".format),
+        Shown("bits/param", itemgetter("bits_per_param"), "{:,.0f}".format),
+        *(
+            Shown(title, itemgetter(name), _size)
+            for title, name in zip(DIRECTIONS, BYTES, strict=True)
+        ),
     ]
+    if any("simulated_seconds" in row for row in rows):
+        columns.append(Shown("time", lambda row: row.get("simulated_seconds"), "{:,.1f} s".format))
+    return [column for column in columns if column.title not in left_out]
 
 
-def headline(summaries: Sequence[Summary]) -> str | None:
+def _size(mean: float) -> str:
+    return format_bytes(round(mean))
+
+
+def headline(rows: Sequence[Row]) -> str | None:
     """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
 
     None where there is nothing to compare: no uncompressed run, or no bytes.
     """
-    plain = next((s for s in summaries if s.recipe in UNCOMPRESSED), None)
-    ours = summaries[0]
-    if plain is None or plain is ours or ours.diverged or plain.diverged:
+    plain = next((row for row in rows if row["recipe"] in UNCOMPRESSED), None)
+    ours = rows[0]
+    if plain is None or plain is ours or ours["diverged"] or plain["diverged"]:
         return None
-    if not (ours.cost.upload_bytes and ours.cost.download_bytes):
+    if not (ours["upload_bytes"] and ours["download_bytes"]):
         return None
-    up = plain.cost.upload_bytes / ours.cost.upload_bytes
-    down = plain.cost.download_bytes / ours.cost.download_bytes
+    up, down = (plain[name] / ours[name] for name in BYTES[:2])
+    found, known = read_metrics(ours), read_metrics(plain)
+    name = plain["recipe"]
     quality = [
-        f"{metric_title(metric)} {metric.format(ours.metrics[metric.name])} "
-        f"({plain.recipe}: {metric.format(plain.metrics[metric.name])})"
-        for metric in measured([ours.metrics])
-        if metric.name in plain.metrics
+        f"{metric_title(metric)} {metric.format(found[metric.name])} "
+        f"({name}: {metric.format(known[metric.name])})"
+        for metric in measured([ours])
+        if metric.name in known
     ]
-    loss = f"loss {ours.final_loss:.4f} ({plain.recipe}: {plain.final_loss:.4f})"
-    rounds = f"{ours.cost.rounds:,} rounds"
-    if ours.cost.rounds != plain.cost.rounds:
-        rounds += f" ({plain.recipe}: {plain.cost.rounds:,})"
+    loss = f"loss {ours['final_loss']:.4f} ({name}: {plain['final_loss']:.4f})"
+    rounds = f"{ours['rounds']:,} rounds"
+    if ours["rounds"] != plain["rounds"]:
+        rounds += f" ({name}: {plain['rounds']:,})"
     return (
-        f"{ours.recipe} after {rounds}: {', '.join(quality) or loss}; "
+        f"{ours['recipe']} after {rounds}: {', '.join(quality) or loss}; "
         f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."
     )
 
 
-def warnings_of(summaries: Sequence[Summary]) -> list[str]:
-    """Return a line for every run that ended with a worse model than it began with."""
-    return [
-        f"{summary.recipe} got worse: its loss began at {summary.first_loss:.4g} and ended at "
-        f"{summary.final_loss:.4g}; try a smaller local rate or step"
-        for summary in summaries
-        if summary.is_worse
-    ]
-
-
-def measured(found: Iterable[Mapping[str, float]]) -> list[Metric]:
+def measured(rows: Iterable[Row]) -> list[Metric]:
     """Return the metrics that runs have, in order; none is shown that no run has."""
-    names = dict.fromkeys(name for metrics in found for name in metrics)
+    names = dict.fromkeys(name for row in rows for name in read_metrics(row))
     return [named_metric(name) for name in names]
 
 
@@ -197,22 +210,83 @@ def metric_title(metric: Metric) -> str:
     return "test acc" if metric.name == "accuracy" else f"test {metric.name.replace('_', ' ')}"
 
 
-def target_table(summaries: Sequence[Summary]) -> Table:
+def target_table(results: Sequence[Row]) -> Table:
     """Return what it cost to come within the target of the minimum, and stay there."""
-    time = _time_heading(summary.cost for summary in summaries)
-    header = (
-        *("recipe", "rounds", "uploads", "bits/param", "up", "down", "total", *time),
-        "final residual",
-    )
+    _, *columns = columns_of(results, *map(metric_title, measured(results)))
     rows = []
-    for summary in summaries:
-        cost, residual = summary.target_cost, summary.residual
-        spent = ["not reached", *[""] * (5 + len(time))]
-        if cost is not None:
-            spent = [f"{cost.rounds:,}", *_spent(cost, True, bool(time))]
-        known = residual is not None and not summary.diverged
-        rows.append((summary.recipe, *spent, f"{residual:.1e}" if known else "-"))
+    for row in results:
+        cost, residual = row["target"], row["residual"]
+        spent = ["not reached", *[""] * len(columns)]
+        if cost["reached_round"] is not None:
+            spent = [f"{cost['reached_round']:,}", *(column.cell(cost) for column in columns)]
+        known = residual is not None and not row["diverged"]
+        rows.append((row["recipe"], *spent, f"{residual:.1e}" if known else "-"))
+    header = ("recipe", "rounds", *(column.title for column in columns), "final residual")
     return Table("target", "Cost to the target", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
+
+
+def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Return one row per combination of the settings that vary, except for the seed.
+
+    A cell holds the mean over the seeds and, below, the smallest and the largest value.
+    """
+    names = [name for name in varying if name != "seed"]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
+    columns = columns_of(rows, "bits/param", "time")
+    header = (*names, "runs", *(column.title for column in columns))
+    with_target = any("target" in row for row in rows)
+    if with_target:
+        header = (*header, "total to target")
+    found = tuple(
+        (
+            *(str(group[0]["settings"][name]) for name in names),
+            *_means(group, columns),
+            *([_target_cost(group)] if with_target else []),
+        )
+        for group in groups.values()
+    )
+    note = "Means over seeds, and smallest..largest."
+    return Table("sweep", "Sweep", note, header, found, num_labels=len(names))
+
+
+def _means(group: Sequence[Row], columns: Sequence[Shown]) -> list[str]:
+    done = [row for row in group if "error" not in row]
+    if not done:
+        return [f"0 of {len(group)}", "failed", *["-"] * (len(columns) - 1)]
+    num_diverged = sum(row["diverged"] for row in done)
+    count = str(len(group)) if len(done) == len(group) else f"{len(done)} of {len(group)}"
+    cells = [_spread([column.value(row) for row in done], column.write) for column in columns]
+    if num_diverged:
+        cells[0] = f"diverged<br>({num_diverged} of {len(done)})"
+    return [count, *cells]
+
+
+def _target_cost(group: Sequence[Row]) -> str:
+    targets = [row["target"] for row in group if "target" in row]
+    reached = [t.get("total_bytes") for t in targets if t["upload_bytes"] is not None]
+    if not reached:
+        return "not reached" if targets else "-"
+    text = _spread(reached, _size)
+    some = f"<br>{len(reached)} of {len(targets)} reached" if len(reached) < len(targets) else ""
+    return text + some
+
+
+def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+    """Write the mean and, where values differ, the smallest and the largest.
+
+    >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
+    '3.0<br>1.0..6.0'
+    >>> _spread([2.0], "{:.1f}".format), _spread([None], "{:.1f}".format)
+    ('2.0', '-')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = write(sum(known) / len(known))
+    low, high = write(min(known)), write(max(known))
+    return mean if low == high else f"{mean}<br>{low}..{high}"
 
 
 UNCOMPRESSED = ("fedavg", "gd")

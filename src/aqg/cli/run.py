@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ from rich.console import Console
 from aqg.cli.display import (
     BASELINES,
     DIRECTIONS_NOTE,
+    Row,
     headline,
     progress_bars,
     result_table,
     say,
     target_table,
-    warnings_of,
     widen,
 )
 from aqg.cli.options import RunOptions
@@ -51,7 +52,6 @@ from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
 from aqg.runs.setup import find_minimum, load_problem, try_out
-from aqg.runs.summary import Result
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
 from aqg.spec import in_words
@@ -66,17 +66,6 @@ class _Plan:
     directory: Path
     runs: tuple[tuple[RunConfig, Path], ...]
     is_batch: bool
-
-
-class _Contact(Contact):
-    """Shows the progress of a run, and lets it know of Ctrl-C."""
-
-    def __init__(self, watch: Callable[[loop.Progress], None], stop: threading.Event) -> None:
-        self._watch = watch
-        self.is_stop_asked = stop.is_set  # type: ignore[method-assign]
-
-    def tell(self, value: loop.Progress) -> None:
-        self._watch(value)
 
 
 class Minimum:
@@ -133,45 +122,49 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     stop = threading.Event()
     if minimum is not None:
         minimum.is_stop_asked = stop.is_set
-    results = []
+    rows = []
     with lock, progress_bars(console, names, config.rounds) as watcher, stop_requests(stop):
         try:
             for one, place in plan.runs:
                 if stop.is_set():
                     raise Interrupted
-                results.append(
-                    _train(one, problem, minimum, place, _Contact(watcher(one.recipe), stop))
+                rows.append(
+                    _train(one, problem, minimum, place, Contact(watcher(one.recipe), stop.is_set))
                 )
         except Interrupted:
             raise Interrupted(
                 f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
             ) from None
 
-    summaries = [result.summary for result in results]
     shown = group_runs(read_runs([plan.directory]))
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     write_atomically(plan.directory / FIGURE, draw_comparison(shown, config.title + dropout))
-    rows = {"runs": [summary.to_json() for summary in summaries]}
-    text = json.dumps(rows, indent=2, allow_nan=False) + "\n"
+    text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
     if plan.is_batch:
         write_atomically(plan.directory / SUMMARY, text.encode())
     if options.as_json:
         sys.stdout.write(text)
         return
     widen(console, 120)
-    console.print(result_table(summaries, console.width).to_terminal())
+    console.print(result_table(rows, console.width).to_terminal())
     note = DIRECTIONS_NOTE
-    if any(summary.recipe in BASELINES for summary in summaries):
+    if any(row["recipe"] in BASELINES for row in rows):
         note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
-    sentence = headline(summaries)
+    sentence = headline(rows)
     if sentence is not None:
         say(console, f"{sentence}\n")
-    for line in warnings_of(summaries):
-        say(console, f"{line}\n", style="yellow")
+    for seen, row in zip(shown.runs, rows, strict=True):
+        if row["worse_than_start"]:
+            end = math.inf if row["final_loss"] is None else row["final_loss"]
+            text = (
+                f"{seen.recipe} got worse: its loss began at {seen.losses[0]:.4g} and ended at "
+                f"{end:.4g}; try a smaller local rate or step"
+            )
+            say(console, f"{text}\n", style="yellow")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
-        console.print(target_table(summaries).to_terminal())
+        console.print(target_table(rows).to_terminal())
     say(console, f"Picture: {plan.directory / FIGURE}")
     say(console, f"Clients: {plan.directory / CLIENTS} (who holds what)")
     say(console, f"Models: {plan.runs[0][1] / BEST} and so on")
@@ -181,7 +174,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
 def _train(
     config: RunConfig, problem: Problem, minimum: loop.Minimum, directory: Path, contact: Contact
-) -> Result:
+) -> Row:
     try:
         return loop.run(config, problem, minimum, directory, contact)
     except (AqgError, Interrupted):

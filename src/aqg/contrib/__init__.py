@@ -2,7 +2,6 @@
 
 ============== =================================================================================
 `cuda`         rounds as CUDA graphs, for ``--device cuda``
-`triton_kernels` three kernels for that, where Triton is installed
 `ray_cluster`  a study's runs on a Ray cluster, for ``--cluster ADDRESS``
 `theory`       the paper's lemmas and theorem as checks, and `advice` for ``aqg theory``
 ============== =================================================================================

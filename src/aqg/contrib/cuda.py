@@ -12,7 +12,6 @@ for the next, and every call returns finished numbers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from aqg.core.grids import Grid
 from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
@@ -132,7 +130,8 @@ class CudaBackend(TorchBackend):
 
         def compute() -> tuple[Tensor, ...]:
             losses, gradients = plain(self._params, self._everyone)
-            deltas, table = _compare(quantizer.grid, quantizer.max_width, gradients, mirrors)
+            deltas = gradients if mirrors is None else gradients - mirrors
+            table = statistics(deltas, quantizer.grid, quantizer.max_width)
             return gradients, deltas, torch.cat([table.view(-1), losses])
 
         recording = Recording(compute)
@@ -207,24 +206,3 @@ class CudaBackend(TorchBackend):
             return super().number(scalar)
         self._norm.wait()
         return float(self._norm.values[0])
-
-
-def _compare(
-    grid: Grid, max_width: int, gradients: Tensor, mirrors: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return ``Δ`` of every client and the table of its `statistics`."""
-    if (fused := _fused_statistics()) is not None:
-        fused_deltas, table = fused.compare(grid, max_width, gradients, mirrors)
-        return fused_deltas, table
-    deltas = gradients if mirrors is None else gradients - mirrors
-    return deltas, statistics(deltas, grid, max_width)
-
-
-@functools.cache
-def _fused_statistics() -> Any:
-    """Return the module with kernels of our own, or None where Triton is missing."""
-    try:
-        from aqg.contrib import triton_kernels
-    except ImportError:  # more launches, the same numbers
-        return None
-    return triton_kernels

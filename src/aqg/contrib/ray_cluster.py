@@ -22,7 +22,17 @@ from typing import Any
 from aqg.errors import ConfigError, RunError
 from aqg.runs.config import load_plugins
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.runs.executor import ONE_THREAD, Contact, Event, Failed, Handle, Reported, Task, attempt
+from aqg.runs.executor import (
+    ONE_THREAD,
+    Contact,
+    Event,
+    Failed,
+    Handle,
+    Place,
+    Reported,
+    Task,
+    attempt,
+)
 from aqg.runs.files import append_at, write_atomically
 from aqg.runs.plan import Train, load, problem_key
 from aqg.sim.problem import Problem
@@ -55,7 +65,7 @@ class _Files:
             (directory / name).unlink(missing_ok=True)
 
 
-class RayCluster:
+class RayCluster(Place):
     """Workers on a Ray cluster, as many as it has cores; nodes may come and go.
 
     A context manager: on leaving it, all workers are gone, and the cluster is left as it was.
@@ -66,8 +76,7 @@ class RayCluster:
     retries = RETRIES
 
     def __init__(self, address: str, jobs: int | None = None, uses_gpus: bool = False) -> None:
-        if jobs is not None and jobs < 1:
-            raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+        super().__init__()
         try:
             import ray
         except ImportError:
@@ -78,7 +87,6 @@ class RayCluster:
         self._address = address
         self._most_jobs = jobs
         self._uses_gpus = uses_gpus
-        self.stop = threading.Event()
         self._counted = (0.0, 1)
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[int, Any, Task]] = {}
@@ -109,7 +117,7 @@ class RayCluster:
         self._ray.shutdown()
 
     @property
-    def jobs(self) -> int:
+    def jobs(self) -> int:  # type: ignore[override]
         """How many runs fit on the nodes that are alive now, at least one."""
         last, count = self._counted
         if time.monotonic() - last > _SECONDS_BETWEEN_COUNTS:
@@ -155,11 +163,6 @@ class RayCluster:
         """Let idle actors go that take the place of others, which a node that died has left."""
         while self._idle and len(self._idle) + len(self._busy) > self.jobs:
             self._ray.kill(self._idle.pop())
-
-    def pass_on(self, index: int, note: Any) -> None:
-        for busy_with, actor, _ in self._busy.values():
-            if busy_with == index:
-                actor.pass_on.remote(note)
 
     def ask_to_stop(self) -> None:
         for _, actor, _ in self._busy.values():
@@ -209,12 +212,14 @@ class _Worker:
     """A Ray actor: does one task at a time, and hears meanwhile what it is told."""
 
     def __init__(self) -> None:
-        self._contact: _QueueContact | None = None
+        self._is_stopped = False
 
     def work(self, index: int, task: Any, problem: Any) -> Iterator[Event]:
         """Yield what happens, the end of the task last."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        contact = self._contact = _QueueContact(index, events)
+        contact = Contact(
+            lambda value: events.put(Reported(index, value)), lambda: self._is_stopped
+        )
         done = task if problem is None else task.on(problem)
         thread = threading.Thread(target=lambda: events.put(attempt(index, done, contact)))
         thread.start()
@@ -225,29 +230,7 @@ class _Worker:
                 return
 
     def stop(self) -> None:
-        if self._contact is not None:
-            self._contact.is_stopped = True
-
-    def pass_on(self, note: Any) -> None:
-        if self._contact is not None:
-            self._contact.last_note = note
-
-
-class _QueueContact(Contact):
-    def __init__(self, index: int, events: queue.SimpleQueue[Event]) -> None:
-        self._index = index
-        self._events = events
-        self.is_stopped = False
-        self.last_note: Any = None
-
-    def tell(self, value: Any) -> None:
-        self._events.put(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
-        return self.is_stopped
-
-    def note(self) -> Any:
-        return self.last_note
+        self._is_stopped = True
 
 
 @dataclass(frozen=True)
@@ -270,35 +253,32 @@ class _Away:
                 directory = Path(temporary) / "run"
                 _Files(self.files, 0).write(directory)
                 local = replace(self.task, directory=directory)
-                return local.run(lambda: problem, _SendingFiles(contact, directory))
+                return local.run(lambda: problem, _sending_files(contact, directory))
 
         return run
 
 
-class _SendingFiles(Contact):
-    """Sends back what changed in a run's directory each time it was saved."""
+def _sending_files(contact: Contact, directory: Path) -> Contact:
+    """Send back what changed in a run's directory each time it was saved."""
+    sent: dict[str, tuple[int, int]] = {}
+    num_sent = 0
 
-    def __init__(self, contact: Contact, directory: Path) -> None:
-        self._directory = directory
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._num_sent = 0
-        self.tell = contact.tell  # type: ignore[method-assign]
-        self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
-        self.note = contact.note  # type: ignore[method-assign]
-
-    def saved(self) -> None:
+    def saved() -> None:
+        nonlocal num_sent
         content = {}
         for name in _ORDER:
-            file = self._directory / name
+            file = directory / name
             if file.exists():
                 status = file.stat()
                 state = status.st_mtime_ns, status.st_size
-                if self._sent.get(name) != state:
-                    self._sent[name] = state
+                if sent.get(name) != state:
+                    sent[name] = state
                     content[name] = file.read_bytes()
-        offset = self._num_sent
+        offset = num_sent
         if ROUNDS in content:
-            self._num_sent = len(content[ROUNDS])
+            num_sent = len(content[ROUNDS])
             content[ROUNDS] = content[ROUNDS][offset:]
-        removed = tuple(name for name in self._sent if not (self._directory / name).exists())
-        self.tell(_Files(content, offset, removed))
+        removed = tuple(name for name in sent if not (directory / name).exists())
+        contact.tell(_Files(content, offset, removed))
+
+    return replace(contact, saved=saved)

@@ -32,6 +32,7 @@ LARGEST_WEIGHT_SUM = 1 / 6
 """``Σξ`` has to be below this for Lemma 1 to leave room for any ``α``."""
 _SAMPLE_CURVATURE = {"logistic": 0.25, "softmax": 0.5}
 _LANCZOS_TOLERANCE = 1e-4
+_MOST_SAMPLES = 1000
 _ROUNDING = 1e-11
 """Below this part of its first value, ``V`` is a difference of rounded losses."""
 
@@ -92,24 +93,22 @@ def local_curvature(
     problem: Problem,
     params: FloatArray,
     weights: Float64Array,
-    max_samples: int = 1000,
-    seed: int = 0,
     smallest: bool = True,
 ) -> Curvature:
     """Estimate the extreme eigenvalues of ``∇²f(θ)``, for any objective.
 
     Lanczos iterations on Hessian-vector products, which are central differences of gradients:
-    ``∇²f(θ) v ≈ (∇f(θ + hv) - ∇f(θ - hv)) / 2h``. Clients with more than ``max_samples`` samples
+    ``∇²f(θ) v ≈ (∇f(θ + hv) - ∇f(θ - hv)) / 2h``. Clients with more than 1,000 samples
     are represented by that many, drawn at random; the result is an estimate then. Without
     ``smallest`` only the largest is looked for, and the other is NaN.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     objective = problem.objective
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     clients = []
     for samples in problem.clients:
-        chosen = random.permutation(len(samples.labels))[:max_samples]
+        chosen = random.permutation(len(samples.labels))[:_MOST_SAMPLES]
         is_sum = getattr(objective, "scaling", "mean") == "sum"
         factor = len(samples.labels) / len(chosen) if is_sum else 1.0
         features = samples.features[chosen].astype(np.float64)

@@ -4,8 +4,17 @@ r"""The default recipe: what ``auto`` sends, how it steps, and what the server p
 round to the next. `lean` sends their innovations, with as few bits as the step can bear, or
 nothing; see `aqg.core.policies.Tolerance`.
 
-**All other updates are noisy**, and a client remembers nothing. Of an update ``g`` it sends every
-coordinate rounded at random to a multiple of one step,
+**All other updates are noisy**, and there are two ways to send them.
+
+*Clients that are asked in every round* send the coordinates that matter most now and keep the rest
+for later. Of ``u = g + e``, the update and what is left of earlier ones, a client takes the fewest
+coordinates that hold nine tenths of the energy ``‖u‖₂²`` (`Share`), sends their signs and their
+mean magnitude, and keeps ``e ← u - Q(u)``. At least half of what is left is sent in every few
+rounds, so that nothing waits for long, and nothing is lost. Peaked updates send few coordinates,
+dense ones many.
+
+*Clients that are sampled* may never be asked again, so what they keep would be lost. They remember
+nothing. Every coordinate of ``g`` is rounded at random to a multiple of one step,
 
     ``Q(g)_i = τ·⌊g_i/τ + u_i⌋``, ``u_i`` uniform on [0, 1),   ``τ = (1 + b)·‖g‖₂²/‖g‖₁``.
 
@@ -16,10 +25,8 @@ part of a step that is left over. Below one step ``p = |g_i|/τ``, so that
 
     ``E‖Q(g) - g‖² = τ‖g‖₁ - ‖g‖₂² = b·‖g‖₂²``,
 
-whatever the model, its size and the shape of the update are. A peaked update sends few coordinates
-and a dense one many, ``‖g‖₁²/‖g‖₂²/(1 + b)`` on average. The mean is right whatever ``τ`` is, so
-that nothing need be kept of what was not sent: a client may vanish, be new, or be one of a million.
-
+whatever the model, its size and the shape of the update are: ``‖g‖₁²/‖g‖₂²/(1 + b)`` coordinates on
+average. The mean is right whatever ``τ`` is: a client may vanish, be new, or be one of a million.
 The server chooses ``b`` so that the sum of a round's uploads carries as much noise as signal
 (`aqg.core.budget`): errors of clients are independent and average out, updates that agree do not.
 The more clients there are and the more they agree, the less each of them says; where they cancel
@@ -45,13 +52,16 @@ import numpy as np
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, round_up_to_bfloat16
 from aqg.core.messages import Upload
 from aqg.core.policies import Always
-from aqg.core.quantizers import Quantizer, Request
+from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
+from aqg.core.stages import ErrorFeedback
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
 
+SHARE = 0.9
+"""Of the energy of an update and what is left of earlier ones, what a client sends in a round."""
 NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
 FIRST = 0.2
@@ -68,7 +78,10 @@ WIDEST = 3.0
 EXACT_TOLERANCE = 0.4
 """Exact gradients: tolerance of the downlink; half as much costs a tenth more bytes in total."""
 
-STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}"
+MOST = 2
+"""Energy of an update that moves the model, in the mean energy of those before."""
+
+STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}:most={MOST}"
 DOWNLINK = f"condensed:ratio={RATIO}"
 EXACT_DOWNLINK = f"condensed:tolerance={EXACT_TOLERANCE}"
 
@@ -76,7 +89,41 @@ _WIDTH = 8
 _TOP = (1 << (_WIDTH - 1)) - 1
 """The largest level: a byte per coordinate holds it."""
 _PIECE = 1 << 16
-"""Coordinates that are rounded at a time."""
+"""Coordinates that are looked at at a time."""
+_NUM_MAGNITUDES = 1 << 15
+"""Of bfloat16 numbers, zero and infinity among them."""
+
+
+@dataclass(frozen=True)
+class Share(Quantizer):
+    """Signs and mean magnitude of the fewest coordinates that hold a share of the energy.
+
+    Magnitudes are told apart by the eight digits that bfloat16 has, so that those of a model are
+    counted and not sorted.
+
+    >>> vector = np.array([3.0, -1.0, 0.0, 0.5])
+    >>> Share(0.9).quantize(vector, Request(2)).values(np.float32)
+    array([ 2., -2.,  0.,  0.], dtype=float32)
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share is {self.share}; it must be above 0 and at most 1")
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        magnitudes = np.empty(len(vector), np.uint16)
+        energies = np.zeros(_NUM_MAGNITUDES)
+        for start in range(0, len(vector), _PIECE):
+            piece = vector[start : start + _PIECE]
+            found = np.abs(piece).astype(np.float32).view(np.uint32) >> 16
+            squares = np.square(piece, dtype=np.float64)
+            energies += np.bincount(found, squares, _NUM_MAGNITUDES)
+            magnitudes[start : start + _PIECE] = found
+        held = energies[::-1].cumsum()
+        least = _NUM_MAGNITUDES - 1 - int(np.searchsorted(held, self.share * held[-1]))
+        return ternary(vector, np.flatnonzero(magnitudes >= max(1, least)), request.width)
 
 
 @dataclass(frozen=True)
@@ -128,15 +175,13 @@ class Draws(Quantizer):
         return 0.0 if step < MIN_STEP else round_up_to_bfloat16(step)
 
 
-def make_auto(exact: Recipe, noise: float = NOISE) -> Recipe:
-    """Make the default: draws, and the recipe for exact gradients."""
+def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Recipe:
+    """Make the default of the recipe for exact gradients; without a share there are only draws."""
     if not 0 < noise < math.inf:
         raise ConfigError(f"noise is {noise}; it must be above 0 and finite")
-    return Recipe(
-        policy=Always(2),
-        quantizer=Draws(),
-        noise=noise,
-        step=STEP,
-        downlink=DOWNLINK,
-        exact=replace(exact, downlink=EXACT_DOWNLINK),
-    )
+    draws = Recipe(policy=Always(2), quantizer=Draws(), noise=noise, step=STEP, downlink=DOWNLINK)
+    steady = None
+    if share:
+        stages, quantizer = (ErrorFeedback(),), Share(share)
+        steady = replace(draws, quantizer=quantizer, stages=stages, noise=0.0)
+    return replace(draws, exact=replace(exact, downlink=EXACT_DOWNLINK), steady=steady)

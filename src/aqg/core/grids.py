@@ -117,13 +117,15 @@ def choose_quantum(radius: float, step: float, dtype: np.dtype[Any]) -> float:
     return min(max(quantum, MIN_STEP), 2 * MAX_RADIUS)
 
 
-def snap(vector: Any, quantum: float) -> Any:
+def snap(vector: Any, quantum: float, out: Any = None) -> Any:
     """Return the nearest multiples of a quantum, none of them a negative zero; also of torch.
+
+    An array of NumPy can be written to ``out``, which may be the vector itself.
 
     >>> snap(np.array([0.3, 0.75, -0.1]), 0.5)
     array([0.5, 1. , 0. ])
     """
-    snapped = vector / quantum
+    snapped = vector / quantum if out is None else np.divide(vector, quantum, out=out)
     snapped = np.rint(snapped, out=snapped) if isinstance(snapped, np.ndarray) else snapped.round()
     snapped *= quantum  # in place: a large model is copied once
     snapped += 0.0

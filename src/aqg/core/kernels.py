@@ -83,13 +83,15 @@ def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
     return levels
 
 
-def add_levels(base: FloatArray, levels: Levels, values: FloatArray) -> FloatArray:
-    """Return ``base + values[levels]``: the step both mirrors take.
+def add_levels(
+    base: FloatArray, levels: Levels, values: FloatArray, out: FloatArray | None = None
+) -> FloatArray:
+    """Return ``base + values[levels]``: the step both mirrors take; ``out`` may be ``base``.
 
     ``values`` has an entry for everything the dtype of ``levels`` can hold (`grids.value_table`),
     so that no level, however wrong, reads outside it.
     """
-    out = np.empty_like(base)
+    out = np.empty_like(base) if out is None else out
     _add_levels(base, levels, values, out)
     return out
 

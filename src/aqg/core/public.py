@@ -32,10 +32,12 @@ from aqg.core.space import NumpySpace
 from aqg.core.track import Change, Correction, Part, Track, follow, init_track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import MessageError
+from aqg.jit import njit, part
 
-_SPACE = NumpySpace()
+_SPACES = {in_place: NumpySpace(in_place) for in_place in (False, True)}
 _FIRST = np.arange(1)
-_PIECE = 1 << 18
+_PIECE = 1 << 14
+"""Coordinates that are looked at together."""
 
 
 class Entry(NamedTuple):
@@ -117,8 +119,11 @@ def lies_on_grid(recipe: Recipe, downlink: Downlink) -> bool:
     return isinstance(downlink, Condensed) and not recipe.memory.keeps_mirror
 
 
-def advance(public: Public, entry: Entry, movement: Movement) -> Public:
-    """Return the public model after an entry; the old one is left as it was."""
+def advance(public: Public, entry: Entry, movement: Movement, in_place: bool = False) -> Public:
+    """Return the public model after an entry; the old one is left as it was.
+
+    With ``in_place`` the old one is given away: its arrays that can be written to are moved.
+    """
     if entry.round != public.round:
         raise MessageError(f"entry {entry.round} cannot follow: the model is at {public.round}")
     if not entry.is_step:
@@ -131,8 +136,9 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
         track, quantum = public.track, public.quantum
         if entry.quantum is not None:
             quantum = entry.quantum
-            track = track._replace(position=snap(track.position, quantum))
-        track = follow(_SPACE, track, Correction(_FIRST, position, velocity))
+            snapped = snap(track.position, quantum, _own(track.position, in_place))
+            track = track._replace(position=snapped)
+        track = follow(_SPACES[in_place], track, Correction(_FIRST, position, velocity))
     newest = entry.movement
     if newest is None:
         newest = public.history[0] if public.history else 0.0
@@ -141,13 +147,24 @@ def advance(public: Public, entry: Entry, movement: Movement) -> Public:
     return after.marked(mark_after(public.mark, entry, after))
 
 
+def _own(array: NDArray[Any], in_place: bool) -> NDArray[Any] | None:
+    """Return an array that may be moved where it is; None where it may not."""
+    return array if in_place and array.flags.writeable else None
+
+
 @np.errstate(over="ignore", invalid="ignore")
-def follow_merged(public: Public, merged: Merged, movement: Movement) -> Public:
+def follow_merged(
+    public: Public, merged: Merged, movement: Movement, in_place: bool = False
+) -> Public:
     """Return what `advance` does after all of the entries, to the bit where they lie on a grid."""
     quantum, params = merged.quantum, public.parameters
     if quantum is not None:
-        params = snap(params, quantum)
-    params = params + merged.position.astype(params.dtype)
+        params = snap(params, quantum, _own(params, in_place))
+    elif _own(params, in_place) is None:
+        params = params.copy()
+    for start in range(0, len(params), _PIECE):
+        piece = slice(start, start + _PIECE)
+        params[piece] += merged.position[piece].astype(params.dtype)
     history = public.history
     for number in reversed(merged.movements):
         history = movement.extend(history, number)
@@ -168,9 +185,11 @@ def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
     scale, offset, unit = affine(part.grid, part.width, part.step)
     if unit < quantum:  # of someone who is on no grid
         return None
-    places = np.flatnonzero(part.levels * np.int64(scale) != offset)
-    levels = part.levels[places].astype(np.int64) * scale - offset
-    return (mark + int(unit / quantum) * linear_digest(levels, places)) % PRIME
+    change = 0
+    for start in range(0, len(part), _PIECE):
+        multiples = part.levels[start : start + _PIECE].astype(np.int64) * scale - offset
+        change += linear_digest(multiples, start)
+    return (mark + int(unit / quantum) * change) % PRIME
 
 
 def _mark_of(vector: FloatArray, quantum: float) -> int:
@@ -181,7 +200,7 @@ def _mark_of(vector: FloatArray, quantum: float) -> int:
         multiples = _multiples(piece, quantum)
         if (multiples * quantum).astype(piece.dtype).tobytes() != piece.tobytes():
             return PRIME
-        mark += linear_digest(multiples, np.arange(start, start + len(piece)))
+        mark += linear_digest(multiples, start)
     return mark % PRIME
 
 
@@ -193,54 +212,56 @@ def _multiples(vector: FloatArray, quantum: float) -> IntArray:
 
 
 PRIME = (1 << 61) - 1
-_PIECE = 1 << 14
 
 
-def linear_digest(integers: IntArray, places: IntArray | None = None) -> int:
-    """Return the digest of a vector, or of one that is zero but for some places.
+@np.errstate(over="ignore")
+def linear_digest(integers: IntArray, first: int = 0) -> int:
+    """Return the digest of a vector that is zero but for these integers, from a place on.
 
     Integers lie between ``-2^54`` and ``2^54``.
 
     >>> whole = linear_digest(np.array([0, 5, 0, -3]))
-    >>> whole == linear_digest(np.array([5, -3]), np.array([1, 3]))
+    >>> whole == linear_digest(np.array([5, 0, -3]), first=1)
     True
     >>> (whole + linear_digest(np.array([0, -5, 0, 3]))) % PRIME
     0
     """
+    return int(_digest(np.ascontiguousarray(integers), first))
+
+
+@njit()
+def _digest(integers: Any, first: Any) -> Any:
+    """Return the sum of the products with SplitMix64 of the places, in 61 bits, modulo `PRIME`."""
     total = 0
-    for start in range(0, len(integers), _PIECE):
-        piece = integers[start : start + _PIECE]
-        if places is None:
-            where = np.arange(start, start + len(piece), dtype=np.uint64)
-        else:
-            where = places[start : start + _PIECE].astype(np.uint64)
-        products = _products(_coefficients(where), np.abs(piece).astype(np.uint64))
-        products = np.where(piece < 0, PRIME - products, products)
-        total += (int((products >> 31).sum()) << 31) + int((products & (1 << 31) - 1).sum())
-    return total % PRIME
+    for i in range(len(integers)):
+        integer = integers[i]
+        if integer == 0:
+            continue
+        bits = np.uint64(first + i + 1) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        coefficient = np.int64((bits ^ (bits >> np.uint64(31))) & np.uint64(PRIME))
+        product = _product(coefficient, abs(integer))
+        total = _reduced(total + (product if integer > 0 else PRIME - product))
+    return total
 
 
-def _coefficients(places: Any) -> Any:
-    """Return SplitMix64 of the places, modulo ``2^64``, in 61 bits."""
-    bits = (places + 1) * np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> 27)) * np.uint64(0x94D049BB133111EB)
-    return (bits ^ (bits >> 31)) & PRIME
-
-
-def _products(coefficients: Any, magnitudes: Any) -> Any:
-    """Return the products modulo the prime; those of magnitudes' halves fit into 64 bits."""
-    low = _short_products(coefficients, magnitudes & (1 << 27) - 1)
-    high = _short_products(coefficients, magnitudes >> 27)
+@part()
+def _product(coefficient: Any, magnitude: Any) -> Any:
+    """Return a product modulo the prime; those of the magnitude's halves fit into 64 bits."""
+    low = _short_product(coefficient, magnitude & (1 << 27) - 1)
+    high = _short_product(coefficient, magnitude >> 27)
     return _reduced(low + _reduced(((high & (1 << 34) - 1) << 27) + (high >> 34)))
 
 
-def _short_products(coefficients: Any, magnitudes: Any) -> Any:
-    upper = (coefficients >> 31) * magnitudes  # times 2^31, of which 61 bits are kept
-    lower = (coefficients & (1 << 31) - 1) * magnitudes
+@part()
+def _short_product(coefficient: Any, magnitude: Any) -> Any:
+    upper = (coefficient >> 31) * magnitude  # times 2^31, of which 61 bits are kept
+    lower = (coefficient & (1 << 31) - 1) * magnitude
     return _reduced((upper >> 30) + ((upper & (1 << 30) - 1) << 31) + lower)
 
 
+@part()
 def _reduced(number: Any) -> Any:
     number = (number & PRIME) + (number >> 61)
-    return np.where(number >= PRIME, number - PRIME, number)
+    return number - PRIME if number >= PRIME else number

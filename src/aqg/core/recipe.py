@@ -60,6 +60,24 @@ DEPTH = 10
 PAPER_MOVEMENT = Movement((1.0 / DEPTH,) * DEPTH)
 """``ξ_d = 1/D``, the paper's setting."""
 
+EXACT = "exact"
+"""Updates that are gradients over all of a client's samples, without noise."""
+STEADY = "steady"
+"""All others, of clients that are asked in every round and remember something of the last."""
+SAMPLED = "sampled"
+"""All others."""
+
+
+def kind_of_updates(are_exact: bool, sampled: float, forgets: bool = False) -> str:
+    """Return which of the three a run has, by the share of clients that a round asks.
+
+    >>> kind_of_updates(False, sampled=1.0), kind_of_updates(False, sampled=0.1)
+    ('steady', 'sampled')
+    """
+    if are_exact:
+        return EXACT
+    return STEADY if sampled >= 1 and not forgets else SAMPLED
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -79,6 +97,7 @@ class Recipe:
             round at random by that; 0: they do not.
         exact: the recipe that takes this one's place where updates are exact gradients; None: it
             stays.
+        steady: likewise, where they are not, and every client is asked in every round.
         averages: in the simulators, the server takes the mean over the clients that took part in
             the round, however many there were, times the number of clients.
     """
@@ -95,6 +114,7 @@ class Recipe:
     downlink: str = "condensed"
     noise: float = 0.0
     exact: Recipe | None = None
+    steady: Recipe | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness < 1:
@@ -128,8 +148,9 @@ class Recipe:
             return weights
         return weights * (len(weights) * sampled / float(weights[takes_part].sum()))
 
-    def for_updates(self, are_exact: bool) -> Recipe:
-        return self.exact if are_exact and self.exact is not None else self
+    def for_updates(self, kind: str) -> Recipe:
+        """Return the recipe for updates of a kind, see `kind_of_updates`."""
+        return {EXACT: self.exact, STEADY: self.steady}.get(kind) or self
 
 
 def widest_weights(recipe: Recipe) -> tuple[float, ...]:

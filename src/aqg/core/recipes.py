@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from aqg.core.auto import NOISE, WIDEST, make_auto
+from aqg.core.auto import NOISE, SHARE, WIDEST, make_auto
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.messages import WIDTHS
 from aqg.core.policies import (
@@ -103,10 +103,12 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
     recipe: Recipe = make_named("recipe", spec, makers, *given)
-    exact = recipe.exact
-    if exact is not None:
-        exact = replace(exact, max_staleness=max_staleness)
-    return replace(recipe, max_staleness=max_staleness, exact=exact)
+    ways = {
+        name: replace(way, max_staleness=max_staleness)
+        for name in ("exact", "steady")
+        if (way := getattr(recipe, name)) is not None
+    }
+    return replace(recipe, max_staleness=max_staleness, **ways)
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
@@ -176,9 +178,9 @@ def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) 
     )
 
 
-@register("auto", "ours: lean for exact gradients, unbiased rounding for all other updates")
-def _auto(bits: int, *, noise: float = NOISE) -> Recipe:
-    return make_auto(_lean(bits, widest=WIDEST), noise)
+@register("auto", "ours: by how clients train, lean, most of the energy, or unbiased rounding")
+def _auto(bits: int, *, share: float = SHARE, noise: float = NOISE) -> Recipe:
+    return make_auto(_lean(bits, widest=WIDEST), share, noise)
 
 
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")

@@ -316,7 +316,8 @@ def _catch_up(
     moved = on_grid(space, params, model.quantum, upload, vector, abs(size))
     if moved is None:
         return model._replace(rest=rest, step=rule), Entry(model.round), None
-    upload, quantum, base = moved
+    upload, quantum = moved
+    base = params if quantum == model.quantum else snap(params, quantum)
     values = space.put(upload.values(np.float64))
     stepped, squared_norm = space.take_step(base, values, direction, -1.0)
     rest = rest + values / size
@@ -330,8 +331,8 @@ def _catch_up(
 
 def on_grid(
     space: Space, base: Array, quantum: float, upload: Upload, vector: Array, size: float = 1.0
-) -> tuple[Upload, float, Array] | None:
-    """Return the upload times ``size`` on the exact grid, the quantum, and the model rounded to it.
+) -> tuple[Upload, float] | None:
+    """Return the upload times ``size`` on the exact grid that a model lies on, and the quantum.
 
     The step is the nearest power of two, or the next one above for uploads of many levels, which
     are chosen anew; as they are where the quantum is longer. None where nothing is left.
@@ -345,7 +346,6 @@ def on_grid(
     reach = max(float(base.max()), -float(base.min())) + middle * power
     if math.isfinite(reach) and reach > quantum * largest_multiple(dtype):
         quantum = choose_quantum(reach, power, dtype)
-        base = snap(base, quantum)
     if upload.width > TERNARY_WIDTH or power < quantum:
         power = max(power, quantum)
         levels, whole = np.empty_like(upload.levels), space.get(vector)
@@ -356,7 +356,7 @@ def on_grid(
         if (levels == middle).all():
             return None
         upload = replace(upload, levels=levels)
-    return replace(upload, step=power), quantum, base
+    return replace(upload, step=power), quantum
 
 
 def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) -> Model:
@@ -379,6 +379,8 @@ class Peer(NamedTuple):
 
     track: Track  # the client's mirror, which it holds as well
     last_round: int = 0  # the last round in which a message of it was taken; 0 before the first
+    # what a protocol notes beside it (`aqg.protocol.mirrors.Held`); None in a simulation
+    held: Any = None
 
 
 class ServerState(NamedTuple):
@@ -417,11 +419,16 @@ class ServerState(NamedTuple):
 
 
 def init_server(
-    recipe: Recipe, parameters: FloatArray, num_clients: int, step: Step = _PLAIN
+    recipe: Recipe,
+    parameters: FloatArray,
+    num_clients: int,
+    step: Step = _PLAIN,
+    held: Any = None,
 ) -> ServerState:
     """Return the state before the first round, with every ``ref_m`` zero.
 
-    ``step`` says which optimizer, rule and downlink the state is for.
+    ``step`` says which optimizer, rule and downlink the state is for, ``held`` what is noted of
+    each client.
     """
     if not is_whole(num_clients) or num_clients < 1:
         raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
@@ -431,13 +438,13 @@ def init_server(
     check_precision(parameters.dtype)
     track = init_mirrors(recipe.memory, len(parameters), parameters.dtype)
     model = init_model(recipe, parameters, step)
-    return ServerState(model, PerClient(int(num_clients), Peer(track)))
+    return ServerState(model, PerClient(int(num_clients), Peer(track, held=held)))
 
 
-def join_server(model: Model, mirrors: Sequence[Track]) -> ServerState:
-    peers = PerClient(len(mirrors), Peer(mirrors[0]))
-    for client, track in enumerate(mirrors):
-        peers = peers.replaced(client, Peer(track))
+def join_server(model: Model, all_peers: Sequence[Peer]) -> ServerState:
+    peers = PerClient(len(all_peers), all_peers[0])
+    for client, peer in enumerate(all_peers):
+        peers = peers.replaced(client, peer)
     return ServerState(model, peers)
 
 
@@ -460,15 +467,16 @@ def take_message(
     peer = state.peers[client]
     if peer.last_round == state.round:
         raise MessageError(f"client {client} has sent a message in round {state.round} already")
-    track = peer.track
     if isinstance(message, Skip):
-        return state._replace(peers=state.peers.replaced(client, Peer(track, state.round)))
+        peer = peer._replace(last_round=state.round)
+        return state._replace(peers=state.peers.replaced(client, peer))
     check_message(state.model, client, message, weight)
     model = state.model._replace(total=state.model.total.copy())
-    own = track.copy()
+    own = peer.track.copy()
     weights = np.array([float(weight)])
     model = add_uploads(_SPACE, recipe, model, own, _FIRST, [message], weights)
-    return ServerState(model, state.peers.replaced(client, Peer(own, state.round)))
+    peer = peer._replace(track=own, last_round=state.round)
+    return ServerState(model, state.peers.replaced(client, peer))
 
 
 def check_client(state: ServerState, client: int) -> None:
@@ -498,7 +506,7 @@ def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0)
         total = model.total - weight * peer.track.position[0].astype(np.float64)
         model = model._replace(total=total, is_moved=True)
     track = init_mirrors(recipe.memory, len(state.parameters), state.parameters.dtype)
-    return ServerState(model, state.peers.replaced(client, Peer(track, peer.last_round)))
+    return ServerState(model, state.peers.replaced(client, peer._replace(track=track)))
 
 
 def finish_round(

@@ -176,10 +176,14 @@ class NumpySpace:
             total += weight * upload.values(np.float64)
 
     def moved(self, memory: Memory, table: Array, rows: IntArray, parts: Sequence[Part]) -> Array:
-        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`)."""
+        """Return a table some rows of which are moved by corrections (`aqg.core.track.follow`).
+
+        A table of the space's own that can be written to is moved where it is.
+        """
+        is_own = self.in_place and table.flags.writeable
         if len(table) == len(rows) == 1:
-            return advance(memory, table[0], parts[0])[None]
-        table = table.copy()
+            return advance(memory, table[0], parts[0], table[0] if is_own else None)[None]
+        table = table if is_own else table.copy()
         for row, part in zip(rows.tolist(), parts, strict=True):
             table[row] = advance(memory, table[row], part)
         return table

@@ -177,8 +177,8 @@ def follow(
 ) -> Track:
     """Return tracks after a round: ``velocity += v``, ``position += velocity``, ``position += p``.
 
-    The old ones are left as they were. With `Memory.LATEST` a correction of the position replaces
-    it.
+    The old ones are left as they were, but for those of a space that works in place. With
+    `Memory.LATEST` a correction of the position replaces it.
 
     >>> from aqg.core.grids import Grid
     >>> from aqg.core.space import NumpySpace
@@ -223,8 +223,10 @@ def follow_one(memory: Memory, track: Track, upload: AnyUpload) -> Track:
     return Track(position[None], track.velocity, direction[None], np.ones(1, np.bool_))
 
 
-def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
-    """Return one position, of shape ``(n,)``, after a correction.
+def advance(
+    memory: Memory, position: FloatArray, part: Part, out: FloatArray | None = None
+) -> FloatArray:
+    """Return one position, of shape ``(n,)``, after a correction; a sum may be written to ``out``.
 
     >>> from aqg.core.grids import Grid
     >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
@@ -239,8 +241,10 @@ def advance(memory: Memory, position: FloatArray, part: Part) -> FloatArray:
     if memory is Memory.LATEST:
         return part.values(dtype)
     if not isinstance(part, Upload):
-        return position + part.values(dtype)
-    return add_levels(position, part.levels, value_table(part.grid, part.width, part.step, dtype))
+        moved: FloatArray = np.add(position, part.values(dtype), out=out)
+        return moved
+    values = value_table(part.grid, part.width, part.step, dtype)
+    return add_levels(position, part.levels, values, out)
 
 
 def move_directions(

@@ -70,12 +70,17 @@ def data_directory(data_dir: Path | None = None) -> Path:
     >>> data_directory(Path("somewhere")).name
     'somewhere'
     """
-    chosen = data_dir or os.environ.get(ENVIRONMENT_VARIABLE)
+    return chosen_directory(data_dir, ENVIRONMENT_VARIABLE, "data")
+
+
+def chosen_directory(given: Path | None, variable: str, folder: str) -> Path:
+    """Return what is given, else what the environment says, else a folder of the user's cache."""
+    chosen = given or os.environ.get(variable)
     if chosen:
         return Path(chosen).expanduser()
-    import platformdirs
+    import platformdirs  # not needed where the environment says it
 
-    return platformdirs.user_cache_path("aqg", appauthor=False) / "data"
+    return platformdirs.user_cache_path("aqg", appauthor=False) / folder
 
 
 def read_content(file: RemoteFile, directory: Path) -> bytes:
@@ -131,7 +136,7 @@ def _download(file: RemoteFile, path: Path) -> bytes:
         except _ContentError as error:
             failures.append(f"{url} ({error})")
         else:
-            _place(body, path)
+            write_whole(path, body)
             return content
     raise DataError(
         f"cannot download {file.path}, tried {', '.join(failures)}; "
@@ -154,8 +159,8 @@ def _reason(error: OSError) -> str:
     return type(error).__name__ if status is None else f"HTTP status {status}"
 
 
-def _place(body: bytes, path: Path) -> None:
-    """Write ``body`` to ``path`` so that it appears whole or not at all."""
+def write_whole(path: Path, body: bytes) -> None:
+    """Write a file so that it appears whole or not at all, making its directory first."""
     # Not `tempfile`, whose files only their owner may read: a data directory can be shared.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
@@ -201,11 +206,15 @@ class Dataset:
             _check_samples(
                 f"{self.name} (test)", self.test_features, self.test_labels, self.num_classes
             )
-            if self.test_features.shape[1:] != self.sample_shape:
-                raise DataError(
-                    f"dataset {self.name!r} has samples of shape {self.sample_shape}, and of shape "
-                    f"{self.test_features.shape[1:]} in its test set"
-                )
+            for what, train, test in (
+                ("features", self.features, self.test_features),
+                ("labels", self.labels, self.test_labels),
+            ):
+                if train.shape[1:] != test.shape[1:]:
+                    raise DataError(
+                        f"dataset {self.name!r} has {what} of shape {train.shape}, and of shape "
+                        f"{test.shape} in its test set; they must agree after the first axis"
+                    )
         for what, column in (("sources", self.sources), ("clients", self.clients)):
             if column is not None and column.shape != self.labels.shape[:1]:
                 raise DataError(
@@ -228,7 +237,7 @@ class Dataset:
 def _check_samples(
     name: str, features: NDArray[Any], labels: NDArray[Any], num_classes: int
 ) -> None:
-    if features.ndim < 2 or labels.shape[:1] != features.shape[:1] or not len(labels):
+    if features.ndim < 2 or labels.shape[:1] != features.shape[:1] or not features.size:
         raise DataError(
             f"dataset {name!r} has features of shape {features.shape} and labels of shape "
             f"{labels.shape}; (N, ...) and (N,) with N >= 1 are needed"
@@ -513,15 +522,11 @@ def peek(path: Path) -> Facts:
 
 def read_dataset(path: Path) -> Dataset:
     arrays = read_arrays(path, _NEEDED, _OPTIONAL)
-    for name in ("x_train", "y_train", "x_test", "y_test"):
-        if name in arrays:
-            _check_numbers(path, name, arrays[name])
+    for name in arrays.keys() - {"client"}:
+        _check_numbers(path, name, arrays[name])
     if ("x_test" in arrays) != ("y_test" in arrays):
         present, absent = ("x_test", "y_test") if "x_test" in arrays else ("y_test", "x_test")
         raise DataError(f"{str(path)!r} has {present} and no {absent}; it needs both, or neither")
-    for part in ("train", "test"):
-        _check_pair(path, arrays, part)
-    _check_test(path, arrays)
     labels, test_labels = arrays["y_train"], arrays.get("y_test")
     num_classes = 0
     if _are_classes(labels) and (test_labels is None or _are_classes(test_labels)):
@@ -582,27 +587,6 @@ def _check_numbers(path: Path, name: str, array: NDArray[Any]) -> None:
             f"array {name!r} of {str(path)!r} holds NaN or infinity, first at {first}; "
             "fill it in or drop those samples"
         )
-
-
-def _check_pair(path: Path, arrays: Arrays, part: str) -> None:
-    x, y = arrays.get(f"x_{part}"), arrays.get(f"y_{part}")
-    if x is None or y is None:
-        return
-    if not x.ndim or not y.ndim or len(x) != len(y) or not len(x) or not x.size:
-        raise DataError(
-            f"{str(path)!r} has x_{part} of shape {x.shape} and y_{part} of shape {y.shape}; "
-            "both must have the same number of samples, at least 1"
-        )
-
-
-def _check_test(path: Path, arrays: Arrays) -> None:
-    for name in ("x", "y"):
-        train, test = arrays[f"{name}_train"], arrays.get(f"{name}_test")
-        if test is not None and test.shape[1:] != train.shape[1:]:
-            raise DataError(
-                f"{str(path)!r} has {name}_train of shape {train.shape} and {name}_test of shape "
-                f"{test.shape}; they must agree after the first axis"
-            )
 
 
 def _are_classes(labels: NDArray[Any]) -> bool:

@@ -180,7 +180,7 @@ class Journal:
             client_bytes.add(line.record)
         of_clients = metric_fields(EVALUATED, evaluated)
         results = {
-            **summary.to_json(),
+            **summary,
             **{name: finite_or_none(value) for name, value in of_clients.items()},
             **client_bytes.to_json(),
             "deployment": self._since_start(),

@@ -15,7 +15,7 @@ import numpy as np
 
 from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipe import Recipe
+from aqg.core.recipe import Recipe, kind_of_updates
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
 from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
@@ -51,7 +51,7 @@ class Settings(FlowerSettings):
             )
         if self.recipe:
             recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-            resolve_downlink(self.downlink, recipe.for_updates(self.exact))
+            resolve_downlink(self.downlink, recipe.for_updates(self.updates))
         elif self.downlink != AUTO:
             make_downlink(self.downlink)
         if self.step != AUTO_STEP:
@@ -80,6 +80,10 @@ class Settings(FlowerSettings):
     def needed_clients(self) -> int:
         """The fewest valid replies with which the model takes a step."""
         return self.min_clients or 1
+
+    @property
+    def updates(self) -> str:
+        return kind_of_updates(self.exact, self.participation)
 
     def make_step(self, recipe: Recipe) -> StepRule:
         if self.step == AUTO_STEP and self.alpha:

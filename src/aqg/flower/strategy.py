@@ -315,7 +315,7 @@ class AQG(Strategy):
         config: ConfigRecord,
     ) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        names = ("recipe", "bits", "max_staleness", "seed", "exact", "start")
+        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start")
         named = {name: getattr(settings, name) for name in names}
         chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()

@@ -12,7 +12,7 @@ A `ModelLayout` is made once from a module and used by the simulator and by Flow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -33,6 +33,9 @@ POLICIES = ("average", "local", "frozen")
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 """How the buffers of normalization layers are called, where there is no module to look at."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+Row = tuple[str, Sequence[int], str]
+"""Name, shape and dtype of a tensor."""
 
 
 class Buffers(NamedTuple):
@@ -83,52 +86,37 @@ class ModelLayout:
 
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module")
-        if statistics not in POLICIES:
-            choices = ", ".join(POLICIES)
-            raise ConfigError(f"statistics {statistics!r} is not one of {choices}")
         _check_materialized(module)
-        trainable = [(k, v) for k, v in module.named_parameters() if v.requires_grad]
+        trainable = {k: v for k, v in module.named_parameters() if v.requires_grad}
         model = type(module).__name__
         if not trainable:
             raise ConfigError(f"{model} has 0 parameters that require a gradient")
         state = module.state_dict(keep_vars=True)
-        buffers = [(name, value) for name, value in module.named_buffers() if name in state]
-        wanted, unwanted = _patterns(include), _patterns(exclude)
-        names = [name for name, _ in trainable]
-        _check_patterns("include", wanted, names, "tensors")
-        _check_patterns("exclude", unwanted, names + [name for name, _ in buffers], "tensors")
-        chosen = [
-            (name, value)
-            for name, value in trainable
-            if (not wanted or _matches(name, wanted)) and not _matches(name, unwanted)
-        ]
-        if not chosen:
-            raise ConfigError(
-                f"include {list(wanted)} and exclude {list(unwanted)} leave 0 of the "
-                f"{len(trainable)} trainable parameters of {model}"
-            )
-        _check_parameters(chosen)
-        carried = [(name, value) for name, value in buffers if not _matches(name, unwanted)]
-        for name, value in carried:
-            if value.is_complex():
-                raise ConfigError(f"buffer {name!r} is {value.dtype}; exclude it")
-        floats = [(name, value) for name, value in carried if value.is_floating_point()]
-        integers = [(name, value) for name, value in carried if not value.is_floating_point()]
-        known = _normalization_buffers(module)
-        return cls(
-            model=model,
-            parameters=lay_out(chosen),
-            statistics=lay_out(floats),
-            counters=lay_out(integers),
-            tracked=tuple(name in known for name, _ in (*floats, *integers)),
-            policy=statistics,
-            left_out=tuple(sorted({n for n, _ in trainable} - {n for n, _ in chosen})),
+        buffers = {name: value for name, value in module.named_buffers() if name in state}
+        layout = cls._of_rows(
+            model,
+            _rows(trainable),
+            _rows(buffers),
+            _normalization_buffers(module),
+            include,
+            exclude,
+            statistics,
         )
+        owners: dict[int, str] = {}
+        for spec in layout.parameters:
+            value = trainable[spec.name]
+            first = owners.setdefault(value.data_ptr(), spec.name) if spec.size else spec.name
+            if first != spec.name:
+                raise ConfigError(
+                    f"parameters {first!r} and {spec.name!r} share their memory but are two "
+                    "parameters; tie them by assigning one nn.Parameter to both"
+                )
+        return layout
 
     @classmethod
     def of_arrays(
         cls,
-        rows: Iterable[tuple[str, Sequence[int], str]],
+        rows: Iterable[Row],
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         statistics: str = "average",
@@ -138,37 +126,59 @@ class ModelLayout:
         Floating-point arrays are parameters, but for the running statistics of normalization
         layers, which are known by their names; patterns choose among them as in `of`.
         """
-        if statistics not in POLICIES:
-            raise ConfigError(f"statistics {statistics!r} is not one of {', '.join(POLICIES)}")
-        wanted, unwanted = _patterns(include), _patterns(exclude)
-        rows = list(rows)
-        every = [name for name, _, _ in rows]
-        _check_patterns("include", wanted, every, "arrays")
-        _check_patterns("exclude", unwanted, every, "arrays")
-        theta, values, counts = [], [], []
+        trainable, buffers = [], []
         for row in rows:
             name, _, dtype = row
-            is_left_out = _matches(name, unwanted)
             if dtype in _FLOATS and name.rpartition(".")[2] not in _TRACKED:
-                if not is_left_out and (not wanted or _matches(name, wanted)):
-                    theta.append(row)
-            elif dtype in _FLOATS and not is_left_out:
-                values.append(row)
-            elif dtype.startswith(("int", "uint", "bool")) and not is_left_out:
-                counts.append(row)
-        if not theta:
+                trainable.append(row)
+            elif dtype in _FLOATS or dtype.startswith(("int", "uint", "bool")):
+                buffers.append(row)
+        tracked = {name for name, _, _ in buffers if name.rpartition(".")[2] in _TRACKED}
+        return cls._of_rows("the model", trainable, buffers, tracked, include, exclude, statistics)
+
+    @classmethod
+    def _of_rows(
+        cls,
+        model: str,
+        trainable: Sequence[Row],
+        buffers: Sequence[Row],
+        tracked: Container[str],
+        include: str | Sequence[str] | None,
+        exclude: str | Sequence[str] | None,
+        policy: str,
+    ) -> Self:
+        if policy not in POLICIES:
+            raise ConfigError(f"statistics {policy!r} is not one of {', '.join(POLICIES)}")
+        wanted, unwanted = _patterns(include) or ("*",), _patterns(exclude)
+        names = [name for name, _, _ in trainable]
+        _check_patterns("include", wanted, names)
+        _check_patterns("exclude", unwanted, names + [name for name, _, _ in buffers])
+        left = [row for row in trainable if not _matches(row[0], unwanted)]
+        chosen = [row for row in left if _matches(row[0], wanted)]
+        if not chosen:
             raise ConfigError(
-                f"none of the {len(rows)} arrays is left to train; include is {list(wanted)}, "
-                f"exclude is {list(unwanted)}"
+                f"include {list(wanted)} and exclude {list(unwanted)} leave 0 of the "
+                f"{len(trainable)} trainable parameters of {model}"
             )
-        names = [name.rpartition(".")[2] for name, _, _ in (*values, *counts)]
+        for name, _, dtype in chosen:
+            if dtype not in _FLOATS:
+                raise ConfigError(
+                    f"parameter {name!r} is {dtype}; it must be one of {', '.join(_FLOATS)}"
+                )
+        carried = [row for row in buffers if not _matches(row[0], unwanted)]
+        for name, _, dtype in carried:
+            if dtype.startswith("complex"):
+                raise ConfigError(f"buffer {name!r} is {dtype}; exclude it")
+        floats = [row for row in carried if "float" in row[2]]
+        integers = [row for row in carried if "float" not in row[2]]
         return cls(
-            model="the model",
-            parameters=read_specs(theta),
-            statistics=read_specs(values),
-            counters=read_specs(counts),
-            tracked=tuple(name in _TRACKED for name in names),
-            policy=statistics,
+            model=model,
+            parameters=read_specs(chosen),
+            statistics=read_specs(floats),
+            counters=read_specs(integers),
+            tracked=tuple(name in tracked for name, _, _ in (*floats, *integers)),
+            policy=policy,
+            left_out=tuple(sorted(set(names) - {name for name, _, _ in chosen})),
         )
 
     @property
@@ -252,14 +262,16 @@ class ModelLayout:
                 )
 
     def read_buffers(self, module: nn.Module) -> Buffers:
-        tensors = tensors_of(module)
+        return self.buffers_of(tensors_of(module))
+
+    def buffers_of(self, tensors: Mapping[str, Tensor]) -> Buffers:
         values = np.empty(self.num_statistics)
         counts = np.empty(self.num_counters, np.int64)
         for target, specs in ((values, self.statistics), (counts, self.counters)):
             for spec in specs:
                 tensor = tensors.get(spec.name)
-                if tensor is None or tuple(tensor.shape) != spec.shape:
-                    shape = None if tensor is None else tuple(tensor.shape)
+                shape = None if tensor is None else tuple(tensor.shape)
+                if tensor is None or shape != spec.shape:
                     raise ConfigError(
                         f"buffer {spec.name!r} of {self.model} has shape {shape} now and had "
                         f"{spec.shape}; exclude it, or keep its shape"
@@ -282,11 +294,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(option: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
+def _check_patterns(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{option} pattern {pattern!r} matches none of the {len(names)} {kind}, "
+                f"{option} pattern {pattern!r} matches none of the {len(names)} tensors, "
                 f"such as {', '.join(names[:3])}"
             )
 
@@ -297,24 +309,6 @@ def _check_materialized(module: nn.Module) -> None:
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer) or value.is_meta:
             raise ConfigError(f"parameter {name!r} has no values yet; call the module once before")
-
-
-def _check_parameters(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse what a flat vector of floats cannot stand for."""
-    owners: dict[int, str] = {}
-    for name, value in parameters:
-        if dtype_name(value) not in _FLOATS:
-            choices = ", ".join(_FLOATS)
-            raise ConfigError(
-                f"parameter {name!r} is {dtype_name(value)}; it must be one of {choices}"
-            )
-        if value.numel():
-            first = owners.setdefault(value.data_ptr(), name)
-            if first != name:
-                raise ConfigError(
-                    f"parameters {first!r} and {name!r} share their memory but are two "
-                    "parameters; tie them by assigning one nn.Parameter to both"
-                )
 
 
 def _normalization_buffers(module: nn.Module) -> set[str]:
@@ -346,8 +340,8 @@ class TensorSpec(NamedTuple):
         return f"{self.name!r} {self.shape} {self.dtype}"
 
 
-def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
-    return read_specs((name, tuple(value.shape), dtype_name(value)) for name, value in tensors)
+def _rows(tensors: Mapping[str, Tensor]) -> list[Row]:
+    return [(name, tuple(value.shape), dtype_name(value)) for name, value in tensors.items()]
 
 
 def read_specs(rows: Iterable[Any]) -> tuple[TensorSpec, ...]:

@@ -121,22 +121,20 @@ class ModuleObjective(Objective):
     def with_module(self, module: nn.Module) -> ModuleObjective:
         """Return the same objective with another module of the same layout to start from."""
         self.model_layout.check(module)
-        bound = copy.copy(self)
-        calls = self._calls
-        bound._calls = ModuleCalls(module, calls.layout, calls.loss_function, calls.name)
-        bound._reset = False
-        return bound
+        calls = ModuleCalls(module, self.model_layout, self._calls.loss_function, self.name)
+        return self._with(_calls=calls, _reset=False)
 
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
         if len(shape) == 1 or self.input_shape is not None:
             return self
-        bound = copy.copy(self)
-        bound.input_shape = shape
-        return bound
+        return self._with(input_shape=shape)
 
     def carrying(self, carrier: Carrier | None) -> ModuleObjective:
+        return self._with(carrier=carrier)
+
+    def _with(self, **attributes: Any) -> ModuleObjective:
         bound = copy.copy(self)
-        bound.carrier = carrier
+        vars(bound).update(attributes)
         return bound
 
     def require_repeatable(self) -> None:
@@ -176,7 +174,7 @@ class ModuleObjective(Objective):
         session.start = start
         yield session
         if self.carrier is not None and session.state is not None:
-            self.carrier.finish(client, read_state(self.model_layout, session.state))
+            self.carrier.finish(client, self.model_layout.buffers_of(session.state))
 
     def _batch_gradient(
         self, session: Session, params: Array, features: Array, labels: Array
@@ -437,10 +435,11 @@ class Session:
     @contextmanager
     def drawing(self, device: torch.device) -> Iterator[None]:
         """Let torch's generators go on where this session left them, and put them back after."""
-        before = _generators(device)
-        try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if self._random:
-                _set_generators(self._random, device)
+                torch.set_rng_state(self._random[0])
+                for state in self._random[1:]:
+                    torch.cuda.set_rng_state(state, device)
             else:
                 torch.default_generator.manual_seed(self._seed)
                 if device.type == "cuda":
@@ -448,29 +447,12 @@ class Session:
                         torch.cuda.manual_seed(self._seed)
             yield
             self._random = _generators(device)
-        finally:
-            _set_generators(before, device)
 
 
 def _generators(device: torch.device) -> tuple[Tensor, ...]:
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),)
-
-
-def _set_generators(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def read_state(layout: ModelLayout, state: State) -> Buffers:
-    values = np.empty(layout.num_statistics)
-    counts = np.empty(layout.num_counters, np.int64)
-    for target, specs in ((values, layout.statistics), (counts, layout.counters)):
-        for spec in specs:
-            target[spec.place] = state[spec.name].detach().cpu().reshape(-1).numpy()
-    return Buffers(values, counts)
 
 
 LOCK = threading.RLock()

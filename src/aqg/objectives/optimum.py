@@ -12,16 +12,17 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
+from aqg.data.datasets import chosen_directory, write_whole
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective
 
@@ -67,7 +68,7 @@ def find_optimum(
         )
     if not clients:
         raise DataError("the minimum over 0 clients is undefined; at least 1 is needed")
-    samples = [(np.asarray(x, dtype=np.float64), np.asarray(y)) for x, y in clients]
+    stacks = list(_stacked(objective, clients))
     best = Optimum(math.inf, math.inf, math.inf)
     best_params = np.zeros(objective.num_params)
     num_passes, first_bound = 0, math.inf
@@ -75,7 +76,7 @@ def find_optimum(
     def evaluate(params: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         nonlocal best, best_params, first_bound, num_passes
         num_passes += 1
-        value, gradient = _average(objective, samples, params)
+        value, gradient = _average(objective, stacks, params)
         norm = float(np.linalg.norm(gradient))
         if norm < best.gradient_norm:
             if not math.isfinite(best.error_bound):
@@ -114,18 +115,39 @@ def find_optimum(
     return best
 
 
+_TOGETHER = 1 << 16
+"""Numbers of clients that are computed together: few enough to stay in a core's cache."""
+
+
+def _stacked(
+    objective: Objective, clients: Sequence[tuple[Array, Array]]
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.integer]]]:
+    """Yield features and labels: of small clients of one size together, with a leading axis."""
+    for shape, run in groupby(clients, key=lambda client: client[0].shape):
+        largest = max(objective.num_params, math.prod(shape))
+        count = _TOGETHER // largest if objective.stackable else 1
+        alike = list(run)
+        for start in range(0, len(alike), max(1, count)):
+            features, labels = zip(*alike[start : start + max(1, count)], strict=True)
+            stack = np.stack if len(labels) > 1 else operator.itemgetter(0)
+            yield np.asarray(stack(features), np.float64), np.asarray(stack(labels))
+
+
 def _average(
     objective: Objective,
-    samples: Sequence[tuple[NDArray[np.float64], NDArray[np.integer]]],
+    stacks: Sequence[tuple[NDArray[np.float64], NDArray[np.integer]]],
     params: NDArray[np.float64],
 ) -> tuple[float, NDArray[np.float64]]:
-    value = 0.0
+    value, count = 0.0, 0
     gradient = np.zeros_like(params)
-    for features, labels in samples:  # one by one: clients may differ in size
-        client_loss, client_gradient = objective.losses_and_gradients(params, features, labels)
-        value += float(client_loss)
-        gradient += client_gradient
-    return value / len(samples), gradient / len(samples)
+    for features, labels in stacks:
+        found = objective.losses_and_gradients(params, features, labels)
+        losses, gradients = np.atleast_1d(found[0]), np.atleast_2d(found[1])
+        for client_loss, client_gradient in zip(losses.tolist(), gradients, strict=True):
+            value += client_loss
+            gradient += client_gradient
+        count += len(losses)
+    return value / count, gradient / count
 
 
 def cached_optimum(
@@ -142,26 +164,16 @@ def cached_optimum(
     """
     canonical = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    path = _cache_root(cache_dir) / "optima" / f"{digest}.json"
+    path = chosen_directory(cache_dir, CACHE_VARIABLE, "") / "optima" / f"{digest}.json"
     cached = _read_entry(path, canonical)
     if cached is not None:
         return cached
     optimum = compute()
+    entry = {"key": canonical, "optimum": asdict(optimum)}
     # No error: the value is at hand, only the next run will have to find it again.
-    with contextlib.suppress(OSError):
-        _write_entry(path, canonical, optimum)
+    with contextlib.suppress(DataError):
+        write_whole(path, json.dumps(entry, indent=2).encode())
     return optimum
-
-
-def _cache_root(cache_dir: Path | None) -> Path:
-    if cache_dir is not None:
-        return cache_dir
-    from_environment = os.environ.get(CACHE_VARIABLE)
-    if from_environment:
-        return Path(from_environment)
-    import platformdirs  # not needed where the environment says it
-
-    return platformdirs.user_cache_path("aqg")
 
 
 def _read_entry(path: Path, canonical: str) -> Optimum | None:
@@ -173,17 +185,3 @@ def _read_entry(path: Path, canonical: str) -> Optimum | None:
         return None
     intact = stored_key == canonical and all(map(math.isfinite, asdict(optimum).values()))
     return optimum if intact else None
-
-
-def _write_entry(path: Path, canonical: str, optimum: Optimum) -> None:
-    """Write the entry under a temporary name first: readers see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"key": canonical, "optimum": asdict(optimum)}
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(entry, file, indent=2)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -16,24 +16,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import Downlink, Full
+from aqg.core.downlink import Full
 from aqg.core.messages import Message, Skip
-from aqg.core.optimizers import ServerOptimizer
 from aqg.core.public import Entry, Public, lies_on_grid
 from aqg.core.recipe import Recipe
-from aqg.core.server import Peer as Client
 from aqg.core.server import (
-    PerClient,
+    Peer,
     ServerState,
     Step,
     forget,
     init_server,
+    join_server,
     model_from_arrays,
     model_to_arrays,
     publish_round,
     take_message,
 )
-from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.track import Track, init_mirrors
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import MessageError, RunError, WireError
@@ -41,11 +39,8 @@ from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.follower import Parcel
 from aqg.protocol.log import LogState, Publisher, initial_state
 from aqg.protocol.messages import Order, Reply, Stamp
-from aqg.protocol.mirrors import Held, Peer, Snapshot, content_digest, take_reply
+from aqg.protocol.mirrors import Held, content_digest, first_peer, take_reply
 from aqg.protocol.store import read_arrays, write_arrays
-
-_FULL = Full()
-_FIXED = Fixed()
 
 
 @dataclass(frozen=True)
@@ -66,36 +61,23 @@ class MirrorBook:
     """
 
     recipe: Recipe
-    state: ServerState  # the model and all mirrors
-    entries: list[Held]  # what is held of each client beside its mirror
+    state: ServerState  # the model, all mirrors, and what is `Held` beside each
     weights: Float64Array  # ``w_m``
-    downlink: Downlink = _FULL  # how the model is published
+    how: Step  # how the server steps, and how the model is published
     publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
-    rule: StepRule = _FIXED  # for the length of steps
-
-    def __post_init__(self) -> None:
-        self.entries = list(self.entries)  # they are replaced as replies are taken
 
     @staticmethod
     def first(
-        recipe: Recipe,
-        parameters: FloatArray,
-        weights: Float64Array,
-        optimizer: ServerOptimizer,
-        downlink: Downlink = _FULL,
-        rule: StepRule = _FIXED,
+        recipe: Recipe, parameters: FloatArray, weights: Float64Array, how: Step
     ) -> MirrorBook:
         """Return the book before the first round, with every ``ref_m`` zero."""
-        step = Step(0.0, optimizer=optimizer, rule=rule, downlink=downlink)
-        state = init_server(recipe, parameters, len(weights), step)
+        held = first_peer(recipe, len(parameters), str(parameters.dtype)).held
+        state = init_server(recipe, parameters, len(weights), how, held)
         publisher = None
-        if not isinstance(downlink, Full):
+        if not isinstance(how.downlink, Full):
             log = initial_state(state.public, len(weights))
-            publisher = Publisher(parameters, log, lies_on_grid(recipe, downlink))
-        zero = Snapshot.zero(recipe, len(parameters), str(parameters.dtype))
-        entry = Held(zero.stamp, zero.lineage)
-        entries = [entry] * len(weights)
-        return MirrorBook(recipe, state, entries, weights, downlink, publisher, rule)
+            publisher = Publisher(parameters, log, lies_on_grid(recipe, how.downlink))
+        return MirrorBook(recipe, state, weights, how, publisher)
 
     @property
     def round(self) -> int:
@@ -106,11 +88,9 @@ class MirrorBook:
         return self.state.parameters
 
     @property
-    def movement(self) -> float:
-        return self.recipe.movement.of(self.state.model.history)
-
-    def entry(self, client: int) -> Held:
-        return self.entries[client]
+    def entries(self) -> list[Held]:
+        """What is held of each client beside its mirror."""
+        return [peer.held for peer in self.state.peers]
 
     @property
     def public(self) -> Public:
@@ -121,7 +101,7 @@ class MirrorBook:
 
         ``terms`` are what the book does not know: the run, the recipe, and what else is wanted.
         """
-        stamp, parcel = self.entry(client).stamp, self.parcel(client)
+        stamp, parcel = self.state.peers[client].held.stamp, self.parcel(client)
         if parcel is not None:
             terms |= {"public": parcel.digest, "log": parcel.log, "snapshot": parcel.snapshot}
         return Order(
@@ -129,7 +109,7 @@ class MirrorBook:
             dtype=str(self.parameters.dtype),
             round=self.round,
             client=client,
-            movement=self.movement,
+            movement=self.recipe.movement.of(self.state.model.history),
             noise=self.state.model.budget.noise,
             epoch=stamp.epoch,
             uploads=stamp.uploads,
@@ -153,45 +133,30 @@ class MirrorBook:
 
     def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
         """Take client ``m``'s reply to this round's order, or say why not."""
+        params = self.parameters
         try:
-            state, entry, message = self._read(client, reply, incarnation)
+            if (reply.incarnation, reply.round) != (incarnation, self.round):
+                raise MessageError(
+                    f"the reply is to round {reply.round} of incarnation {reply.incarnation}, "
+                    f"not to round {self.round} of {incarnation}"
+                )
+            before = self.state.peers[client]
+            peer, message = take_reply(self.recipe, before, reply, len(params), str(params.dtype))
+            self.take(client, peer, message, reply.restarted)
         except (MessageError, WireError) as error:
             return Verdict(None, str(error))
-        self.state = state
-        self.entries[client] = entry
         return Verdict(message)
-
-    def _read(
-        self, client: int, reply: Reply, incarnation: int
-    ) -> tuple[ServerState, Held, Message]:
-        """Return state, entry and message after ``reply``."""
-        if (reply.incarnation, reply.round) != (incarnation, self.round):
-            raise MessageError(
-                f"the reply is to round {reply.round} of incarnation {reply.incarnation}, "
-                f"not to round {self.round} of {incarnation}"
-            )
-        params = self.parameters
-        held = self.peer(client)
-        peer, message = take_reply(self.recipe, held, reply, len(params), str(params.dtype))
-        return *self._after(client, peer, message, reply.restarted), message
-
-    def peer(self, client: int) -> Peer:
-        return Peer(self.state.peers[client].track, self.entries[client])
 
     def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
         """Take in what `take_reply` returned for a client's reply."""
-        self.state, self.entries[client] = self._after(client, peer, message, restarted)
-
-    def _after(
-        self, client: int, peer: Peer, message: Message, restarted: bool
-    ) -> tuple[ServerState, Held]:
         state, weight = self.state, float(self.weights[client])
         if restarted:
             state = forget(self.recipe, state, client, weight)
         state = take_message(self.recipe, state, client, message, weight)
-        entry = self.entries[client]
-        last_upload = entry.last_upload if isinstance(message, Skip) else self.round
-        return state, peer.entry._replace(last_upload=last_upload)
+        taken = state.peers[client]
+        last_upload = taken.held.last_upload if isinstance(message, Skip) else self.round
+        taken = taken._replace(held=peer.held._replace(last_upload=last_upload))
+        self.state = state._replace(peers=state.peers.replaced(client, taken))
 
     def reweigh(self, weights: Float64Array) -> None:
         """Go on with other weights ``w_m``, and the sum that belongs to them."""
@@ -204,16 +169,10 @@ class MirrorBook:
             self.state = self.state._replace(model=model)
         self.weights = weights
 
-    def step(
-        self, step_size: float, dropout_rate: float, sampled: float, optimizer: ServerOptimizer
-    ) -> Entry:
-        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round.
-
-        ``step_size`` is ``α``, or the natural step of the rule that finds it.
-        """
+    def step(self) -> Entry:
+        """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
         before = self.public
-        step = Step(step_size, dropout_rate, sampled, optimizer, self.rule, self.downlink)
-        self.state, entry = publish_round(self.recipe, self.state, step)
+        self.state, entry = publish_round(self.recipe, self.state, self.how)
         return self._publish(entry, before)
 
     def skip_step(self) -> Entry:
@@ -274,32 +233,20 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]],
-    recipe: Recipe,
-    downlink: Downlink,
-    directory: Path | None,
-    rule: StepRule = _FIXED,
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, directory: Path | None
 ) -> MirrorBook:
     """Return the book that `book_to_arrays` wrote.
 
     ``directory`` has the starting model; None where no client has it.
     """
-    entries = [
-        Held(Stamp(int(epoch), int(uploads), digest.tobytes()), lineage.tobytes(), int(last_upload))
-        for epoch, uploads, digest, lineage, last_upload in zip(
-            arrays["epochs"],
-            arrays["uploads"],
-            arrays["digests"],
-            arrays["lineages"],
-            arrays["last_uploads"],
-            strict=True,
-        )
-    ]
     model = model_from_arrays(arrays)
     zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
-    peers = PerClient(len(entries), Client(zero))
-    for client in sorted({*mirrors, *directions}):
+    columns = ("epochs", "uploads", "digests", "lineages", "last_uploads")
+    peers = []
+    for client, row in enumerate(zip(*(arrays[name] for name in columns), strict=True)):
+        epoch, uploads, digest, lineage, last_upload = row
+        stamp = Stamp(int(epoch), int(uploads), digest.tobytes())
         mirror, direction = mirrors.get(client), directions.get(client)
         track = Track(
             zero.position if mirror is None else mirror[None],
@@ -307,22 +254,20 @@ def book_from_arrays(
             zero.direction if direction is None else direction[None],
             np.array([mirror is not None and bool(mirror.any())]),
         )
-        peers = peers.replaced(client, Client(track))
+        peers.append(Peer(track, held=Held(stamp, lineage.tobytes(), int(last_upload))))
     publisher = None
     start = None if directory is None else _load_start(directory)
-    if not isinstance(downlink, Full) and "log_first" in arrays:
-        merges = lies_on_grid(recipe, downlink)
+    if not isinstance(how.downlink, Full) and "log_first" in arrays:
+        merges = lies_on_grid(recipe, how.downlink)
         publisher = Publisher(start, LogState.from_arrays(arrays), merges)
-    state = ServerState(model, peers)
-    return MirrorBook(recipe, state, entries, arrays["weights"], downlink, publisher, rule)
+    return MirrorBook(recipe, join_server(model, peers), arrays["weights"], how, publisher)
 
 
 def check_book(book: MirrorBook, file: Path) -> None:
     """Raise `RunError` unless every mirror and the model have the digests that are noted."""
     zero: dict[bytes, bytes] = {}
-    for client, (peer, entry) in enumerate(zip(book.state.peers, book.entries, strict=True)):
-        digest = _digest_of(peer.track, entry.lineage, zero)
-        if digest != entry.stamp.digest:
+    for client, peer in enumerate(book.state.peers):
+        if _digest_of(peer.track, peer.held.lineage, zero) != peer.held.stamp.digest:
             raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
     publisher = book.publisher
     if publisher is not None and public_digest(book.public) != publisher.digest:
@@ -352,13 +297,10 @@ def _groups(
 
 
 def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[Any]]:
-    """Return the rows that `save_checkpoint` wrote, by client; once there was one for each."""
+    """Return the rows that `book_to_arrays` wrote, by client."""
     starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
     rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
-    if "format" not in arrays:
-        return dict(enumerate(rows))
-    clients = arrays[_CLIENTS[name]].tolist()
-    return dict(zip(clients, rows, strict=True))
+    return dict(zip(arrays[_CLIENTS[name]].tolist(), rows, strict=True))
 
 
 def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:

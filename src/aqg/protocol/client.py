@@ -180,7 +180,7 @@ def agree(order: Order, recipe: Recipe | None) -> Recipe:
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
     chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    chosen = chosen.for_updates(order.exact)
+    chosen = chosen.for_updates(order.updates)
     if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: this client has "

@@ -74,8 +74,13 @@ class Terms(NamedTuple):
         )
 
 
-def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Public:
-    """Return the model that a parcel leads to, its digest compared; raise `LostError` if not."""
+def follow(
+    terms: Terms, parcel: Parcel, held: Public | None, start: Start, in_place: bool = False
+) -> Public:
+    """Return the model that a parcel leads to, its digest compared; raise `LostError` if not.
+
+    With ``in_place`` what is held, or the start, is given away, then, too.
+    """
     try:
         public = _open(terms, parcel, held, start)
         rounds = log_rounds(parcel.log)
@@ -88,7 +93,7 @@ def follow(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> P
                 f"round {public.round} is held here, which is later than round {rounds.stop}"
             )
         log = log_since(parcel.log, public.round)
-        public = follow_log(log, public, terms.recipe.movement)
+        public = follow_log(log, public, terms.recipe.movement, in_place=in_place)
     except WireError as error:
         raise LostError(str(error)) from error
     if public.round != parcel.round:

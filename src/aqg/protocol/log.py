@@ -6,18 +6,20 @@ since that, whichever is shorter.
 
 A snapshot is made when it is wanted and can pay: when a client's entries are longer than the last
 snapshot, and the log has grown by as much since that was made. So the work for snapshots, and the
-length of the log, stay in proportion to what travels. The same rules serve a server, which has the
-bytes, and a simulator, which has their number.
+length of the log, stay in proportion to what travels.
 
-On a server, the round that a client is known to hold changes when the client says what it holds,
-never when something is sent: an order that was lost is made up for by the next one. What a client
-says counts only if the digest is that of the round; anything else costs it a snapshot.
+`ModelLog` has the entries, `ReadLog` also knows how far each client has read them: a simulation
+needs no more. On a server, `Publisher`, the round that a client is known to hold changes when the
+client says what it holds, never when something is sent: an order that was lost is made up for by
+the next one. What a client says counts only if the digest is that of the round; anything else costs
+it a snapshot.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +39,6 @@ from aqg.wire.entry import (
     log_overhead,
 )
 
-Content = bytes | int
-"""A frame, or its length."""
-
-
 _MERGED = 8
 """Entries that are added up are kept while they are as long as so many snapshots; their sum is
 shorter than they are."""
@@ -50,9 +48,8 @@ class Delivery(NamedTuple):
     """What brings a client up to date."""
 
     first: int  # the round of the first entry to send
-    # the frame to send before it, or its length; None where the entries do
-    snapshot: Content | None
     num_bytes: int  # in all
+    snapshot: bytes = b""  # the frame to send before it; empty where the entries do
     merged: bytes = b""  # one frame in place of the entries; empty where they are sent
 
 
@@ -61,19 +58,19 @@ class ModelLog:
 
     Args:
         first: the round of the first entry.
-        entries: of consecutive rounds.
-        snapshot_round: the round that the last snapshot holds.
-        snapshot: the snapshot.
+        entries: frames of consecutive rounds.
         merges: whether the model lies on an exact grid, and entries can be added up.
+        snapshot: the last one; empty before the first.
+        snapshot_round: the round that it holds.
     """
 
     def __init__(
         self,
         first: int = 1,
-        entries: Sequence[Content] = (),
-        snapshot_round: int = 1,
-        snapshot: Content = 0,
+        entries: Iterable[bytes] = (),
         merges: bool = False,
+        snapshot: bytes = b"",
+        snapshot_round: int = 1,
     ) -> None:
         self.first = first
         self.entries = list(entries)
@@ -89,7 +86,7 @@ class ModelLog:
         """The round that a reader of the whole log holds."""
         return self.first + len(self.entries)
 
-    def append(self, entry: Content) -> None:
+    def append(self, entry: bytes) -> None:
         """Add the entry of the round."""
         self.entries.append(entry)
         self._merger = None
@@ -97,29 +94,29 @@ class ModelLog:
 
     def bytes_since(self, position: int) -> int:
         """Return the length of all entries from a round on."""
-        return sum(map(length, self.entries[max(0, position - self.first) :]))
+        return sum(map(len, self.entries[max(0, position - self.first) :]))
 
     def deliver(
-        self, position: int, make_snapshot: Callable[[], Content], public: Callable[[], Public]
+        self, position: int, make_snapshot: Callable[[], bytes], public: Callable[[], Public]
     ) -> Delivery:
         """Return what a client at round ``position`` needs; 0 for one that holds nothing.
 
-        ``make_snapshot`` returns the public model as it is now, or the length of its frame;
-        ``public`` that model.
+        ``public`` returns the public model as it is now, and ``make_snapshot`` its frame.
         """
         has_entries = self.first <= position <= self.round
         if has_entries and position >= self.round - 1:  # the normal case: one entry, or none
-            return Delivery(position, None, self._log_bytes(position))
+            return Delivery(position, self._log_bytes(position))
         by_entries = self.entries_since(position, public) if has_entries else None
-        if by_entries is None or self._is_due(by_entries.num_bytes):
+        is_new = self.snapshot_round < self.round or not self.snapshot
+        if is_new and (by_entries is None or self._is_due(by_entries.num_bytes)):
             self.snapshot, self.snapshot_round = make_snapshot(), self.round
         if by_entries is not None and self.snapshot_round < self.first:  # entries after it are gone
             return by_entries
         rest = self.entries_since(self.snapshot_round, public)
-        by_snapshot = length(self.snapshot) + rest.num_bytes
+        by_snapshot = len(self.snapshot) + rest.num_bytes
         if by_entries is not None and by_entries.num_bytes <= by_snapshot:
             return by_entries
-        return Delivery(self.snapshot_round, self.snapshot, by_snapshot, rest.merged)
+        return Delivery(self.snapshot_round, by_snapshot, self.snapshot, rest.merged)
 
     def entries_since(self, first: int, public: Callable[[], Public]) -> Delivery:
         """Return all entries from a round on, or their sum where that is shorter."""
@@ -128,8 +125,8 @@ class ModelLog:
         if first >= self.merges_from and self.round - first >= 2:
             merged = self._merged(first, public)
         if merged and len(merged) < num_bytes:
-            return Delivery(first, None, len(merged), merged)
-        return Delivery(first, None, num_bytes)
+            return Delivery(first, len(merged), merged=merged)
+        return Delivery(first, num_bytes)
 
     def _merged(self, first: int, public: Callable[[], Public]) -> bytes:
         """Return one frame for all entries from a round on; empty where they cannot be merged.
@@ -143,58 +140,47 @@ class ModelLog:
             merger = Merger(public())
         self._merger = merger
         while merger.first > first:
-            entry = self.entries[merger.first - 1 - self.first]
-            if not isinstance(entry, bytes) or not merger.add(entry):
+            if not merger.add(self.entries[merger.first - 1 - self.first]):
                 return b""
         self._sums[first] = merger.frame()
         return self._sums[first]
 
     def frame(self, first: int) -> bytes:
         """Return the frame of all entries from a round on."""
-        entries = self.entries[first - self.first :]
-        assert all(isinstance(entry, bytes) for entry in entries)
-        return encode_log(first, entries)  # type: ignore[arg-type]
+        return encode_log(first, self.entries[first - self.first :])
 
     def cut(self, oldest: int) -> None:
         """Drop entries that no one wants: all hold ``oldest``, or a snapshot would be shorter."""
         drop = max(0, min(oldest, self.round) - self.first)
-        kept, budget = 0, length(self.snapshot) * (_MERGED if self.merges_from < math.inf else 1)
-        for entry in reversed(self.entries[: max(0, self.snapshot_round - self.first)]):
-            budget -= length(entry)
-            if budget < 0:
-                break
-            kept += 1
-        beyond = self.snapshot_round - kept - self.first
+        budget = len(self.snapshot) * (_MERGED if self.merges_from < math.inf else 1)
+        before = self.entries[: max(0, self.snapshot_round - self.first)]
+        beyond = self.snapshot_round - _num_within(budget, before) - self.first
         if self.snapshot_round > 1 or self.first > 1:
             drop = max(drop, min(beyond, len(self.entries)))
-        if drop > 0:
-            del self.entries[:drop]
-            self.first += drop
+        self._drop(drop)
 
     def bound(self, most_bytes: int) -> None:
         """Drop entries that together are longer than this."""
-        kept = 0
-        for entry in reversed(self.entries):
-            most_bytes -= length(entry)
-            if most_bytes < 0:
-                break
-            kept += 1
-        drop = len(self.entries) - kept
-        del self.entries[:drop]
-        self.first += drop
+        self._drop(len(self.entries) - _num_within(most_bytes, self.entries))
+
+    def _drop(self, count: int) -> None:
+        if count > 0:
+            del self.entries[:count]
+            self.first += count
 
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
-        known = length(self.snapshot)
+        known = len(self.snapshot)
         return by_entries > known and self.bytes_since(self.snapshot_round) > known
 
     def _log_bytes(self, first: int) -> int:
         return log_overhead(first, self.round - first) + self.bytes_since(first)
 
 
-def length(content: Content) -> int:
-    """Return the number of bytes."""
-    return content if isinstance(content, int) else len(content)
+def _num_within(most_bytes: int, entries: Sequence[bytes]) -> int:
+    """Return how many of the last entries have no more bytes than this together."""
+    lengths = np.cumsum([len(entry) for entry in reversed(entries)])
+    return int(np.searchsorted(lengths, most_bytes, side="right"))
 
 
 _NOTHING = 0
@@ -205,14 +191,15 @@ _UNKNOWN, _HAS, _LACKS = range(3)
 class LogState(NamedTuple):
     """A log and its readers between two rounds; nothing of it is ever changed."""
 
-    first: int  # the round of the first entry
-    entries: tuple[bytes, ...]  # frames of consecutive rounds
-    # of the public model before each of these rounds, and after the last
-    digests: tuple[bytes, ...]
-    snapshot_round: int  # the round that the last snapshot holds
-    snapshot: bytes  # relative to the starting model; empty before the first
     positions: IntArray  # the round that each client holds, ``(M,)``; 0 where it needs a snapshot
-    starts: NDArray[np.int8]  # whether each client has the starting model, ``(M,)``
+    first: int = 1  # the round of the first entry
+    entries: tuple[bytes, ...] = ()  # frames of consecutive rounds
+    snapshot_round: int = 1  # the round that the last snapshot holds
+    snapshot: bytes = b""  # relative to the starting model; empty before the first
+    # of the public model before each of these rounds, and after the last; empty in a simulation
+    digests: tuple[bytes, ...] = ()
+    # whether each client has the starting model, ``(M,)``; empty in a simulation
+    starts: NDArray[np.int8] = np.zeros(0, np.int8)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return named arrays that a file can hold."""
@@ -223,8 +210,8 @@ class LogState(NamedTuple):
             "log_lengths": np.array([len(entry) for entry in self.entries], np.int64),
             "log_entries": np.frombuffer(b"".join(self.entries), np.uint8),
             "log_digests": np.frombuffer(b"".join(self.digests), np.uint8),
-            "snapshot_round": np.array(self.snapshot_round, np.int64),
-            "snapshot": np.frombuffer(self.snapshot, np.uint8),
+            "log_snapshot_round": np.array(self.snapshot_round, np.int64),
+            "log_snapshot": np.frombuffer(self.snapshot, np.uint8),
         }
 
     @staticmethod
@@ -233,44 +220,74 @@ class LogState(NamedTuple):
         ends = np.cumsum(arrays["log_lengths"]).tolist()
         joined, digests = arrays["log_entries"].tobytes(), arrays["log_digests"].tobytes()
         state = LogState(
+            positions=np.array(arrays["positions"], np.int64),
             first=int(arrays["log_first"]),
             entries=tuple(joined[a:b] for a, b in zip([0, *ends], ends, strict=False)),
+            snapshot_round=int(arrays["log_snapshot_round"]),
+            snapshot=arrays["log_snapshot"].tobytes(),
             digests=tuple(
                 digests[start : start + STATE_DIGEST_BYTES]
                 for start in range(0, len(digests), STATE_DIGEST_BYTES)
             ),
-            snapshot_round=int(arrays["snapshot_round"]),
-            snapshot=arrays["snapshot"].tobytes(),
-            positions=np.array(arrays["positions"], np.int64),
             starts=np.array(arrays["starts"], np.int8),
         )
         if len(joined) != sum(map(len, state.entries)):
             raise RunError(f"the log has {len(joined)} bytes; its entries have {ends[-1:] or 0}")
-        if len(state.digests) != len(state.entries) + 1:
+        if digests and len(state.digests) != len(state.entries) + 1:
             raise RunError(f"{len(state.digests)} digests for {len(state.entries)} entries")
         return state
 
 
-def initial_state(public: Public, num_clients: int) -> LogState:
-    """Return the state before the first round: all are taken to have the starting model."""
-    return LogState(
-        first=public.round,
-        entries=(),
-        digests=(public_digest(public),),
-        snapshot_round=1,
-        snapshot=b"",
-        positions=np.ones(num_clients, np.int64),
-        starts=np.full(num_clients, _UNKNOWN, np.int8),
-    )
-
-
-class Publisher:
-    """Keeps the log, and knows how far each client has read it.
+class ReadLog(ModelLog):
+    """The log of a run, and the round that each client holds.
 
     Args:
         start: the starting model; None where it is not known any more, and snapshots stand alone.
         state: to go on from.
         merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
+    """
+
+    def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
+        super().__init__(state.first, state.entries, merges, state.snapshot, state.snapshot_round)
+        self.start = start
+        self.positions = state.positions.copy()
+
+    def state(self) -> LogState:
+        """Return all that is needed to go on."""
+        positions, entries = self.positions.copy(), tuple(self.entries)
+        return LogState(positions, self.first, entries, self.snapshot_round, self.snapshot)
+
+    def deliver_to(
+        self, clients: IntArray, public: Callable[[], Public]
+    ) -> list[tuple[IntArray, Delivery]]:
+        """Return what brings clients up to date, for all that hold the same round at once."""
+        held, public = self.positions[clients], cache(public)
+        return [  # entries are added up from the last one on
+            (
+                clients[held == position],
+                self.deliver(position, lambda: encode_snapshot(public(), self.start), public),
+            )
+            for position in np.unique(held)[::-1].tolist()
+        ]
+
+
+def initial_state(public: Public, num_clients: int) -> LogState:
+    """Return the state before the first round: all are taken to have the starting model."""
+    return LogState(
+        positions=np.ones(num_clients, np.int64),
+        first=public.round,
+        digests=(public_digest(public),),
+        starts=np.full(num_clients, _UNKNOWN, np.int8),
+    )
+
+
+class Publisher(ReadLog):
+    """The log of a server, whose clients may lose what they are sent, or what they hold.
+
+    Args:
+        start: as in `ReadLog`, and so are ``state`` and ``merges``.
+        state: see there.
+        merges: see there.
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
     """
@@ -282,23 +299,14 @@ class Publisher:
         merges: bool = False,
         first_message: bytes = b"",
     ) -> None:
-        self.start = start
+        super().__init__(start, state, merges)
         self.first_message = first_message
         self._start_digest = b"" if start is None else start_digest(start)
-        self._log = ModelLog(
-            state.first, state.entries, state.snapshot_round, state.snapshot or _NOTHING, merges
-        )
         self._digests = list(state.digests)
-        self.positions = state.positions.copy()
         self._starts = state.starts.copy()
         self._absolute: tuple[int, bytes] = (0, b"")
         self._mark: int | None = None
         self._offered: dict[int, int] = {}  # the round since which a client has not replied
-
-    @property
-    def round(self) -> int:
-        """``k``, the round in progress."""
-        return self._log.round
 
     @property
     def digest(self) -> bytes:
@@ -306,21 +314,11 @@ class Publisher:
         return self._digests[-1]
 
     def state(self) -> LogState:
-        """Return all that is needed to go on."""
-        log = self._log
-        return LogState(
-            log.first,
-            tuple(_frames(log.entries)),
-            tuple(self._digests),
-            log.snapshot_round,
-            log.snapshot if isinstance(log.snapshot, bytes) else b"",
-            self.positions.copy(),
-            self._starts.copy(),
-        )
+        return super().state()._replace(digests=tuple(self._digests), starts=self._starts.copy())
 
     def publish(self, entry: Entry, before: Public, public: Public) -> None:
         """Add a round's entry, which leads from the public model before to that after it."""
-        self._log.append(encode_entry(entry, known_velocity(before)))
+        self.append(encode_entry(entry, known_velocity(before)))
         is_due = public.round % CONTENT_EVERY == 0
         public = public.marked(None if is_due else mark_after(self._mark, entry, public))
         self._mark = public.mark
@@ -328,15 +326,14 @@ class Publisher:
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
         if self.first_message and (self._starts == _UNKNOWN).any():
-            oldest = self._log.first  # somebody new may begin with the first entry
-        if oldest > self._log.first:
-            self._log.cut(oldest)
-        self._log.bound(_longest_snapshot(public))
-        del self._digests[: len(self._digests) - len(self._log.entries) - 1]
+            oldest = self.first  # somebody new may begin with the first entry
+        if oldest > self.first:
+            self.cut(oldest)
+        self.bound(_longest_snapshot(public))
+        del self._digests[: len(self._digests) - len(self.entries) - 1]
 
     def parcel(self, client: int, public: Public) -> Parcel:
         """Return what brings a client to the model of this round."""
-        log = self._log
         if self._starts[client] == _UNKNOWN and self._is_start_rare:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
@@ -344,12 +341,13 @@ class Publisher:
             is_new = self._starts[client] == _UNKNOWN
             delivery = self._deliver_without_start(position, public, is_new)
         else:
-            delivery = log.deliver(position, lambda: self._snapshot(public), lambda: public)
-        snapshot = delivery.snapshot if isinstance(delivery.snapshot, bytes) else b""
+            delivery = self.deliver(
+                position, lambda: encode_snapshot(public, self.start), lambda: public
+            )
         is_sure = self._offered.setdefault(client, self.round) == self.round
         entries = delivery.merged if is_sure else b""  # whoever is ahead leaves out what it has
-        entries = entries or log.frame(delivery.first)
-        return Parcel(self.round, self.digest, entries, snapshot)
+        entries = entries or self.frame(delivery.first)
+        return Parcel(self.round, self.digest, entries, delivery.snapshot)
 
     def followed(self, client: int) -> None:
         """Take note that a client holds the model of this round."""
@@ -366,7 +364,7 @@ class Publisher:
         self._offered.pop(client, None)
         has_start = self.start is not None and holding.start == self._start_digest
         self._starts[client] = _HAS if has_start else _LACKS
-        place = holding.round - self._log.first
+        place = holding.round - self.first
         is_known = 0 <= place < len(self._digests) and self._digests[place] == holding.digest
         is_news = holding.round != self.positions[client]
         self.positions[client] = holding.round if is_known and is_news else _NOTHING
@@ -376,35 +374,23 @@ class Publisher:
         """Whether some have said that they lack the starting model, and none has it."""
         return bool((self._starts == _LACKS).any() and not (self._starts == _HAS).any())
 
-    def _snapshot(self, public: Public) -> bytes:
-        log = self._log
-        if log.snapshot_round == log.round and isinstance(log.snapshot, bytes):
-            return log.snapshot  # another client wanted it in this round
-        return encode_snapshot(public, self.start)
-
     def _deliver_without_start(self, position: int, public: Public, is_new: bool) -> Delivery:
         """Return what a client without the starting model needs."""
-        log = self._log
         number, snapshot = self._absolute
-        if log.first <= position <= log.round:
-            by_entries = log.entries_since(position, lambda: public)
+        if self.first <= position <= self.round:
+            by_entries = self.entries_since(position, lambda: public)
             limit = len(snapshot) if snapshot else _longest_snapshot(public)
-            if position >= log.round - 1 or by_entries.num_bytes <= limit:
+            if position >= self.round - 1 or by_entries.num_bytes <= limit:
                 return by_entries
-        if self.first_message and is_new and log.first == 1:
-            by_entries = log.entries_since(1, lambda: public)
+        if self.first_message and is_new and self.first == 1:
+            by_entries = self.entries_since(1, lambda: public)
             size = len(self.first_message) + by_entries.num_bytes
-            if size <= (len(snapshot) if number == log.round else _longest_snapshot(public)):
+            if size <= (len(snapshot) if number == self.round else _longest_snapshot(public)):
                 return by_entries._replace(snapshot=self.first_message, num_bytes=size)
-        if number != log.round:
+        if number != self.round:
             snapshot = encode_snapshot(public, None)
-            self._absolute = log.round, snapshot
-        return Delivery(log.round, snapshot, len(snapshot))
-
-
-def _frames(entries: Sequence[Any]) -> list[bytes]:
-    assert all(isinstance(entry, bytes) for entry in entries)
-    return list(entries)
+            self._absolute = self.round, snapshot
+        return Delivery(self.round, len(snapshot), snapshot)
 
 
 def _longest_snapshot(public: Public) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar, get_type_hints
 
+from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.follower import Holding, Parcel
@@ -96,8 +97,7 @@ class Order(_Fields):
     snapshot: bytes = b""
     statistics: bytes = b""  # of the server's module, as a frame; empty where none have changed
     noise: float = 1.0  # the scalar of `aqg.core.messages.Broadcast`
-    # whether updates are gradients over all of a client's samples, without noise
-    exact: bool = False
+    updates: str = SAMPLED  # their kind, by which the recipe chooses: see `aqg.core.recipe`
     # what a client starts from that holds nothing (`aqg.channel.first`); empty where it holds a
     # model, or receives it as a whole
     first: bytes = b""
@@ -212,7 +212,7 @@ _CRC_BYTES = 4
 _HEAD = ("incarnation", "round")
 _TERMS = (
     *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
-    *("client", "layout", "constants", "exact"),
+    *("client", "layout", "constants", "updates"),
 )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from aqg.core.messages import Message, Skip
 from aqg.core.recipe import Recipe
 from aqg.core.round import ClientState, init_client, respond
+from aqg.core.server import Peer
 from aqg.core.track import Track, follow_one, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError
@@ -193,18 +194,11 @@ class Held(NamedTuple):
     last_upload: int = 0  # the round in which the last upload was taken; 0 before the first
 
 
-class Peer(NamedTuple):
-    """What the server holds of one client."""
-
-    track: Track
-    entry: Held
-
-
 def first_peer(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Peer:
     track = init_mirrors(recipe.memory, num_params, np.dtype(dtype))
     lineage = first_lineage(epoch)
     stamp = Stamp(epoch, 0, content_digest(lineage, track))
-    return Peer(track, Held(stamp, lineage))
+    return Peer(track, held=Held(stamp, lineage))
 
 
 def take_reply(
@@ -218,14 +212,14 @@ def take_reply(
             f"{num_params} parameters"
         )
     if reply.restarted:
-        epoch = peer.entry.stamp.epoch
+        epoch = peer.held.stamp.epoch
         if reply.uploads != 0 or not epoch < reply.epoch <= epoch + EPOCH_DRAWS:
             raise MessageError(
                 f"a restart at upload {reply.uploads} of epoch {reply.epoch}; it must be at "
                 f"upload 0 of an epoch after {epoch}, {epoch + EPOCH_DRAWS} at the most"
             )
         peer = first_peer(recipe, num_params, dtype, reply.epoch)
-    stamp = peer.entry.stamp
+    stamp = peer.held.stamp
     if reply.base != stamp:
         raise MessageError(
             f"the frame is for upload {reply.uploads} of epoch {reply.epoch}, digest "
@@ -241,10 +235,11 @@ def take_reply(
             raise MessageError("the mirror would hold NaN or infinity after the frame")
         lineage = next_lineage(stamp.digest, reply.frame)
         digest = content_digest(lineage, track)
-        peer = Peer(track, Held(Stamp(stamp.epoch, stamp.uploads + 1, digest), lineage))
-    if reply.digest != peer.entry.stamp.digest:
+        stamp = Stamp(stamp.epoch, stamp.uploads + 1, digest)
+        peer = peer._replace(track=track, held=peer.held._replace(stamp=stamp, lineage=lineage))
+    if reply.digest != peer.held.stamp.digest:
         raise MessageError(
-            f"the mirror after the frame has digest {peer.entry.stamp.digest.hex()}; "
+            f"the mirror after the frame has digest {peer.held.stamp.digest.hex()}; "
             f"the client says {reply.digest.hex()}"
         )
     return peer, message

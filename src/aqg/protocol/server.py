@@ -15,9 +15,9 @@ import numpy as np
 from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.public import lies_on_grid
-from aqg.core.recipe import Recipe, require_memory
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
-from aqg.core.server import check_client
+from aqg.core.server import Step, check_client
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.types import Float64Array, FloatArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError, RunError, WireError
@@ -134,22 +134,26 @@ class ServerSession:
             raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0")
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
-        self.recipe = chosen.for_updates(exact)
+        self._updates = kind_of_updates(exact, sampled, memory == "none")
+        self.recipe = chosen.for_updates(self._updates)
         require_memory(memory, self.recipe)
         self._forgets = memory == "none"
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
         if step == "auto" and step_size is not None:
             step = "fixed"
-        self._rule = resolve_step(step, self.recipe, exact, make_optimizer(optimizer))
-        self._is_fixed = isinstance(self._rule, Fixed)
+        made = make_optimizer(optimizer)
+        self._step = Step(
+            self.step_size,
+            sampled=sampled,
+            optimizer=made,
+            rule=resolve_step(step, self.recipe, exact, made),
+            downlink=_resolve(downlink, self.recipe),
+        )
         self._recipe_terms = named, bits, max_staleness
         self._optimizer = optimizer
         self._seed = seed
-        self._sampled = sampled
-        self._exact = exact
         self._shares_start = start == "digest"
         self._path = None if path is None else Path(path)
-        self._downlink = _resolve(downlink, self.recipe)
         given = _weights(weights, num_clients)
         self._fingerprint = fingerprint(self.recipe, len(first), str(first.dtype), seed)
         self._run, self._incarnation = secrets.token_hex(8), 1
@@ -196,7 +200,7 @@ class ServerSession:
             max_staleness=max_staleness,
             seed=self._seed,
             incarnation=self._incarnation,
-            exact=self._exact,
+            updates=self._updates,
         )
         order = replace(order, movement=0.0)  # clients have it from the log
         return to_bytes(order, order if client in self._informed else None)
@@ -215,7 +219,7 @@ class ServerSession:
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
         try:
-            read = reply_from_bytes(reply, self._book.entry(client).stamp)
+            read = reply_from_bytes(reply, self._book.state.peers[client].held.stamp)
         except (WireError, MessageError) as error:
             return Receipt(False, problem=str(error))
         if read.stale:
@@ -245,23 +249,19 @@ class ServerSession:
         Where no reply was taken the model stays as it is.
         """
         if self._answered:
-            optimizer = make_optimizer(self._optimizer)
-            self._book.step(self.step_size, 0.0, self._sampled, optimizer)
+            self._book.step()
         else:
             self._book.skip_step()
         self._answered = set()
         self._save()
 
     def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
-        optimizer = make_optimizer(self._optimizer)
-        book = MirrorBook.first(
-            self.recipe, parameters, weights, optimizer, self._downlink, self._rule
-        )
+        book = MirrorBook.first(self.recipe, parameters, weights, self._step)
         assert book.publisher is not None
         if not self._shares_start:
             nowhere = np.zeros(len(weights), np.int64)
             log = book.publisher.state()._replace(positions=nowhere)
-            merges = lies_on_grid(self.recipe, self._downlink)
+            merges = lies_on_grid(self.recipe, self._step.downlink)
             book.publisher = Publisher(None, log, merges, self._first_message)
         return book
 
@@ -274,7 +274,7 @@ class ServerSession:
             "run": np.array(self._run),
             "fingerprint": as_array(self._fingerprint),
             "incarnation": np.array(self._incarnation, np.int64),
-            "downlink": np.array(describe_downlink(self._downlink)),
+            "downlink": np.array(describe_downlink(self._step.downlink)),
             "optimizer": np.array(self._optimizer),
             "first_message": np.frombuffer(self._first_message, np.uint8),
             **book_to_arrays(self._book),
@@ -295,13 +295,14 @@ class ServerSession:
         directory = self._path if self._shares_start else None
         try:
             terms = str(arrays["downlink"]), str(arrays["optimizer"]), "step_start" in arrays
-            fitting = describe_downlink(self._downlink), self._optimizer, not self._is_fixed
+            is_fixed = isinstance(self._step.rule, Fixed)
+            fitting = describe_downlink(self._step.downlink), self._optimizer, not is_fixed
             if arrays["fingerprint"].tobytes() != self._fingerprint or terms != fitting:
                 raise RunError(
                     f"{str(file)!r} holds a session with another model, recipe, seed, downlink, "
                     "optimizer or step; name another directory"
                 )
-            book = book_from_arrays(arrays, self.recipe, self._downlink, directory, self._rule)
+            book = book_from_arrays(arrays, self.recipe, self._step, directory)
             self._first_message = arrays["first_message"].tobytes()
             if book.publisher is not None:
                 book.publisher.first_message = self._first_message

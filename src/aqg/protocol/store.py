@@ -100,7 +100,7 @@ class Vault(Protocol):
         """Replace the index, whole or not at all."""
 
     def read_vector(self, number: int) -> Vector:
-        """Return a vector; raise `RunError` where it is missing or damaged."""
+        """Return a vector to be written to; raise `RunError` where it is missing or damaged."""
 
     def write_vector(self, number: int, vector: Vector) -> None:
         """Write a new vector."""
@@ -364,7 +364,7 @@ class MemoryVault:
     def read_vector(self, number: int) -> Vector:
         if number not in self._vectors:
             raise RunError(f"there is no vector {number}")
-        return self._vectors[number]
+        return self._vectors[number].copy()
 
     def write_vector(self, number: int, vector: Vector) -> None:
         self._vectors[number] = vector.copy()

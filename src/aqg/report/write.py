@@ -10,6 +10,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,8 @@ _SPREAD = (
 )
 
 
-def make_document(
-    comparison: Comparison, packer: Packer, studies: Sequence[Panel] = ()
-) -> dict[str, Any]:
-    """Describe a comparison; arrays go into ``packer``."""
+def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict[str, Any]:
+    """Describe a comparison; curves and counts are arrays."""
     groups, runs = comparison.groups, comparison.runs
     panels = [*studies, *of_runs(comparison)]
     colors = {group.recipe: group.color for group in groups}
@@ -103,9 +102,9 @@ def make_document(
         "metrics": [_metric(name, runs) for name in metric_names(runs)],
         "extras": extras,
         "never": [name for name in all_extras if name not in extras],
-        "groups": [_group(group, comparison, position, extras, packer) for group in groups],
+        "groups": [_group(group, comparison, position, extras) for group in groups],
         "runs": [
-            _run(run, group_index, len(runs), packer)
+            _run(run, group_index, len(runs))
             for group_index, group in enumerate(groups)
             for run in group.runs
         ],
@@ -129,23 +128,17 @@ def _telling_extras(runs: Sequence[Run]) -> list[str]:
 
 
 def _group(
-    group: Group,
-    comparison: Comparison,
-    position: Mapping[int, int],
-    extras: Sequence[str],
-    packer: Packer,
+    group: Group, comparison: Comparison, position: Mapping[int, int], extras: Sequence[str]
 ) -> dict[str, Any]:
     limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // len(comparison.groups)))
     metrics = metric_names(comparison.runs)
 
-    def pack(band: Band | None) -> dict[str, Any] | None:
+    def shown(band: Band | None) -> dict[str, Any] | None:
         if band is None:
             return None
         band = thin(band, limit)
-        curve = {"x": packer.floats(band.x), "y": packer.floats(band.median)}
-        if len(group.runs) > 1:
-            curve |= {"low": packer.floats(band.low), "high": packer.floats(band.high)}
-        return curve
+        curve = {"x": band.x, "y": band.median}
+        return curve | ({"low": band.low, "high": band.high} if len(group.runs) > 1 else {})
 
     results = [result_of(run) for run in group.runs]
     config = group.runs[0].config
@@ -166,7 +159,7 @@ def _group(
         "reached": sum(result["target_upload_bytes"] is not None for result in results),
         "curves": {
             key: {
-                axis: pack(combine([run_points(run, axis, metric) for run in group.runs]))
+                axis: shown(combine([run_points(run, axis, metric) for run in group.runs]))
                 for axis in AXES
             }
             for key, metric in [
@@ -175,7 +168,7 @@ def _group(
             ]
         },
         "extras": {
-            name: pack(combine([extra_points(run, name) for run in group.runs])) for name in extras
+            name: shown(combine([extra_points(run, name) for run in group.runs])) for name in extras
         },
     }
 
@@ -207,7 +200,7 @@ def _state(results: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(parts)
 
 
-def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str, Any]:
+def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
     rows = min(max(run.widths.shape[1], 1), _MAX_ROWS)
     columns = max(40, min(_MAX_COLUMNS, _TOTAL_CELLS // num_runs // rows))
     histogram = count_widths(run.widths, _HISTOGRAM_BINS)
@@ -219,17 +212,17 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
         "finished": run.summary is not None,
         "first": int(run.rounds[0]) if len(run.rounds) else 1,
         "histogram": {
-            "edges": packer.counts(histogram.edges),
+            "edges": histogram.edges,
             "widths": list(histogram.widths),
-            "counts": packer.counts(histogram.counts),
+            "counts": histogram.counts,
         },
         "activity": {
-            name.replace("client_edges", "clients"): packer.counts(values)
+            name.replace("client_edges", "clients"): values
             for name, values in activity._asdict().items()
         },
         "clients": {
-            "upload": _per_client(run.client_upload_bytes, activity.client_edges, packer),
-            "download": _per_client(run.client_download_bytes, activity.client_edges, packer),
+            "upload": _per_client(run.client_upload_bytes, activity.client_edges),
+            "download": _per_client(run.client_download_bytes, activity.client_edges),
         },
         "faults": [[f.round, f.client] for f in run.faults[:_MAX_MARKED_FAULTS]],
         "extras": {
@@ -241,12 +234,12 @@ def _run(run: Run, group_index: int, num_runs: int, packer: Packer) -> dict[str,
 
 
 def _per_client(
-    totals: NDArray[np.int64] | None, edges: NDArray[np.int64], packer: Packer
-) -> dict[str, Any] | None:
-    """Pack what a client sent or received, on average over those in a row; None if unknown."""
+    totals: NDArray[np.int64] | None, edges: NDArray[np.int64]
+) -> NDArray[np.float64] | None:
+    """Return what a client sent or received, on average over those in a row; None if unknown."""
     if totals is None or not len(totals):
         return None
-    return packer.floats(np.add.reduceat(totals, edges[:-1]) / np.diff(edges))
+    return np.add.reduceat(totals, edges[:-1]) / np.diff(edges)
 
 
 def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
@@ -406,76 +399,42 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-_ALIGNMENT = 4
+def pack(document: dict[str, Any]) -> str:
+    """Return a document with arrays in it as text without any special character.
 
-
-class Packer:
-    """Collects arrays beside a document that refers to them.
-
-    The packed form is gzip in base64 of: the header's length as a little-endian 32-bit number, the
-    header (JSON, padded with spaces to a multiple of 4 bytes), and the arrays, each aligned to 4
-    bytes. In the header an array is ``{"$": [type, offset, length]}`` with the type ``f4``, ``u1``,
-    ``u2`` or ``u4`` and the offset in bytes from the header's end.
-
-    >>> packer = Packer()
-    >>> packer.floats([0.5, 2.0]), packer.counts([3, 300])
-    ({'$': ['f4', 0, 2]}, {'$': ['u2', 8, 2]})
+    It is JSON, gzip and base64; an array is ``{"$": [numbers]}``, and null stands for what is no
+    number. Eight digits are more than a screen shows.
     """
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"), default=_listed)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode("ascii")
 
-    def __init__(self) -> None:
-        self._body = bytearray()
 
-    def floats(self, values: Any) -> dict[str, Any]:
-        """Add numbers in single precision; what that cannot hold becomes NaN."""
-        with np.errstate(over="ignore"):
-            array = np.asarray(values, np.float64).astype("<f4").ravel()
-        array[~np.isfinite(array)] = np.nan
-        return self._add("f4", array)
-
-    def counts(self, values: Any) -> dict[str, Any]:
-        """Add whole numbers from 0 up, in as few bytes as the largest one needs."""
-        array = np.asarray(values, np.int64).ravel()
-        largest = int(array.max(initial=0))
-        kind = "u1" if largest < 1 << 8 else "u2" if largest < 1 << 16 else "u4"
-        return self._add(kind, np.minimum(array, (1 << 32) - 1).astype(f"<{kind}"))
-
-    def _add(self, kind: str, array: NDArray[Any]) -> dict[str, Any]:
-        offset = len(self._body)
-        self._body += array.tobytes()
-        self._body += bytes(-len(self._body) % _ALIGNMENT)
-        return {"$": [kind, offset, array.size]}
-
-    def pack(self, document: dict[str, Any]) -> str:
-        """Return ``document`` and the arrays it refers to as text without any special character."""
-        header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % _ALIGNMENT)
-        content = len(header).to_bytes(4, "little") + header + bytes(self._body)
-        return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
+def _listed(array: NDArray[Any]) -> dict[str, Any]:
+    numbers = array.ravel().tolist()
+    if array.dtype.kind == "f":
+        numbers = [float(f"{x:.8g}") if math.isfinite(x) else None for x in numbers]
+    return {"$": numbers}
 
 
 _STYLE = "style.css"
 _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "report.js")
 
 
-def make_page(
-    comparison: Comparison, studies: Sequence[Panel] = (), created: datetime | None = None
-) -> str:
-    """Return the report as one HTML text; ``created`` is now unless given.
+def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
+    """Return the report as one HTML text.
 
     ``studies`` are the panels of comparisons that were measured already.
 
     Whatever comes from run directories reaches the page as packed data, which the scripts show as
     text only, or escaped.
     """
-    packer = Packer()
-    document = make_document(comparison, packer, studies)
-    created = created or datetime.now(UTC)
-    document["created"] = created.strftime("%Y-%m-%d %H:%M UTC")
+    document = make_document(comparison, studies)
+    document["created"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Template(_read("template.html")).substitute(
         title=html.escape(document["title"]),
         style=_read(_STYLE),
         scripts="\n".join(_read(name) for name in _SCRIPTS),
-        data=packer.pack(document),
+        data=pack(document),
     )
 
 

@@ -160,7 +160,11 @@ class RunConfig(RunSettings):
 
     def _made_recipe(self) -> Recipe:
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        return recipe.for_updates(self._local().sees_all_samples)
+        late = make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit)
+        training = Training(
+            self._local(), participation=self.participation, late=late, memory=self.memory
+        )
+        return recipe.for_updates(training.updates)
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -352,19 +356,26 @@ def names_step(settings: Mapping[str, Any]) -> bool:
     return bool({"alpha", "step"} & {*settings, *own})
 
 
+def _file_of(name: str, value: Any) -> Code | Path | None:
+    """Return the file that a setting names, or the function in one."""
+    if isinstance(value, str):
+        if name == "problem":
+            return Code.required(name, value)
+        if name == "model":
+            return Code.parse(value)
+        if name == "init" or (name == "dataset" and is_dataset_file(value)):
+            return Path(value)
+    return None
+
+
 def located(name: str, value: Any) -> Any:
     """Make the files that a setting names absolute, so that a run can go on from anywhere."""
     if name == "plugins" and isinstance(value, list | tuple):
         return [str(Path(item).expanduser().resolve()) for item in value]
-    if not isinstance(value, str):
-        return value
-    if name == "init" or (name == "dataset" and is_dataset_file(value)):
-        return str(Path(value).expanduser().resolve())
-    if name == "problem":
-        return str(Code.required(name, value).located())
-    if name == "model" and (code := Code.parse(value)) is not None:
-        return str(code.located())
-    return value
+    found = _file_of(name, value)
+    if isinstance(found, Code):
+        return str(found.located())
+    return value if found is None else str(found.expanduser().resolve())
 
 
 def refuse_unnamed_code(
@@ -404,16 +415,9 @@ def check_files(config: RunConfig) -> None:
 
 def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the digest of every file that shapes the problem; one that has changed is refused."""
-    paths = []
-    for name in ("dataset", "model", "problem", "init"):
-        value = settings.get(name)
-        if not isinstance(value, str):
-            continue
-        code = Code.parse(value) if name in ("model", "problem") else None
-        if code is not None:
-            paths.append(str(code.path))
-        elif name == "init" or (name == "dataset" and is_dataset_file(value)):
-            paths.append(value)
+    named = [_file_of(name, settings.get(name)) for name in ("dataset", "model", "problem", "init")]
+    found = [file for file in named if file is not None]
+    paths = [str(file.path if isinstance(file, Code) else file) for file in found]
     now = {path: file_digest(Path(path)) for path in dict.fromkeys(paths)}
     _compare_digests(dict(_typed("files", settings.get("files", ()))), now)
     return tuple(now.items())

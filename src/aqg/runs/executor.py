@@ -18,14 +18,15 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from aqg.errors import AqgError, ConfigError, RunError
+from aqg.errors import AqgError, RunError
 from aqg.spec import in_words
 
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -35,21 +36,17 @@ class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for i
     """Work was stopped by Ctrl-C, with everything saved."""
 
 
+@dataclass(frozen=True)
 class Contact:
-    """What a task says to the executor while it runs, and what it hears; this one is alone."""
+    """What a task says to the executor while it runs, and what it hears; by default nothing.
 
-    def tell(self, value: Any) -> None: ...
+    Where ``is_stop_asked``, the task should save and raise `Interrupted`. It says that it has
+    ``saved`` when the files of its run are such that it can go on from them.
+    """
 
-    def is_stop_asked(self) -> bool:
-        """Tell whether the task should save and raise `Interrupted`."""
-        return False
-
-    def note(self) -> Any:
-        """Return what the plan last had to say to this task; None if nothing."""
-        return None
-
-    def saved(self) -> None:
-        """Say that the files of a run are such that it can go on from them."""
+    tell: Callable[[Any], None] = lambda _: None
+    is_stop_asked: Callable[[], bool] = lambda: False
+    saved: Callable[[], None] = lambda: None
 
 
 Task: TypeAlias = Callable[[Contact], Any]
@@ -100,31 +97,27 @@ Event = Started | Reported | Done | Failed | Stopped | Stopping
 Handle: TypeAlias = Callable[[Event], None]
 
 
-class Place(Protocol):
-    """Where tasks run; on leaving it, all workers are gone."""
+class Place(AbstractContextManager["Place"]):
+    """Where up to ``jobs`` tasks run at a time; on leaving it, all workers are gone."""
 
-    retries: int  # how often a task is started again whose worker died
-    stop: threading.Event  # is set by the first Ctrl-C
+    retries = 0
+    """How often a task is started again whose worker died."""
+    jobs: int
 
-    @property
-    def jobs(self) -> int:
-        """How many tasks there can be at a time."""
+    def __init__(self) -> None:
+        self.stop = threading.Event()  # is set by the first Ctrl-C
 
+    @abstractmethod
     def start(self, index: int, task: Task) -> None:
         """Hand a task to a worker; there are fewer than ``jobs`` under way."""
 
+    @abstractmethod
     def wait(self, seconds: float, receive: Handle) -> None:
         """Say what happened; return after ``seconds`` at the latest, or after some of it."""
 
-    def pass_on(self, index: int, note: Any) -> None:
-        """Let a task under way know something."""
-
+    @abstractmethod
     def ask_to_stop(self) -> None:
         """Ask every task under way to save and stop."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 JobType = TypeVar("JobType")
@@ -139,9 +132,6 @@ class Plan(Protocol[JobType]):
     def take(self, job: JobType, result: Any) -> None:
         """Take what came of a job: what its task returned, or an `AqgError`."""
 
-    def note(self, job: JobType) -> Any:
-        """Return what a job under way should know by now; None if nothing."""
-
 
 def carry_out(
     plan: Plan[JobType],
@@ -155,7 +145,6 @@ def carry_out(
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
     deaths: dict[int, int] = {}
-    notes: dict[int, Any] = {}
     is_stopping, is_starved = False, False
 
     def receive(event: Event) -> None:
@@ -169,7 +158,6 @@ def carry_out(
         if isinstance(event, Failed) and event.died and not is_stopping:
             deaths[index] = deaths.get(index, 0) + 1
             if deaths[index] <= place.retries:
-                notes.pop(index, None)
                 place.start(index, task)
                 return
         del under_way[index]
@@ -200,11 +188,6 @@ def carry_out(
             if not under_way:
                 break
             place.wait(_SECONDS_BETWEEN_LOOKS, receive)
-            for index, (job, _) in under_way.items():
-                note = plan.note(job)
-                if note != notes.get(index):
-                    notes[index] = note
-                    place.pass_on(index, note)
         if place.stop.is_set():
             raise Interrupted
 
@@ -223,8 +206,6 @@ class InOrder:
         if isinstance(result, AqgError):
             raise result
         self.results[job] = result
-
-    def note(self, job: int) -> None: ...
 
 
 def run_tasks(
@@ -288,7 +269,6 @@ _THREAD_VARIABLES = (
 _GPUS = "CUDA_VISIBLE_DEVICES"
 ONE_THREAD = dict.fromkeys(_THREAD_VARIABLES, "1")
 """Environment of a process that computes with one thread: the cores are shared out already."""
-_STOP, _NOTE = "stop", "note"
 
 
 def default_jobs() -> int:
@@ -308,25 +288,18 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(map(str, range(torch.cuda.device_count())))
 
 
-class Processes:
+class Processes(Place):
     """Up to ``jobs`` processes with one compute thread each, started when there is work.
 
     On leaving the context, all processes are gone. Each sees one of the GPUs, in turn; with more
     jobs than GPUs, several share one.
     """
 
-    retries = 0
-
     def __init__(self, jobs: int, gpus: Sequence[str] = ()) -> None:
-        if jobs < 1:
-            raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+        super().__init__()
         self.jobs = jobs
-        self.stop = threading.Event()
         self._gpus = tuple(gpus)
         self._workers: list[_Worker] = []
-
-    def __enter__(self) -> Processes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
@@ -346,11 +319,6 @@ class Processes:
             if not worker.is_open:
                 self._drop(worker)
             receive(event)
-
-    def pass_on(self, index: int, note: Any) -> None:
-        for worker in self._workers:
-            if worker.index == index:
-                worker.send(_NOTE, note)
 
     def ask_to_stop(self) -> None:
         """Ask tasks that save to do so, and end the others; what is lost can be done again."""
@@ -386,21 +354,21 @@ class _Worker:
         self.gpu = environment.get(_GPUS)
         self._saves = False
         self._is_stopped = False
-        with _environment(environment), _without_interrupts():
+        with _starting(environment):
             self.process.start()
         far_end.close()
 
     def accept(self, index: int, task: Task) -> bool:
-        if not self.send(index, task):
+        if not self._send((index, task)):
             return False
         self.index = index
         self._saves = getattr(task, "saves", False)
         return True
 
-    def send(self, kind: object, value: Any = None) -> bool:
-        """Send a message; False if the process is gone."""
+    def _send(self, message: tuple[int, Task] | None) -> bool:
+        """Send a task, or None to ask it to stop; return False if the process is gone."""
         try:
-            self.connection.send((kind, value))
+            self.connection.send(message)
         except OSError:
             return False
         return True
@@ -433,7 +401,7 @@ class _Worker:
         if self.index is None:
             return
         self._is_stopped = True
-        if not (self._saves and self.send(_STOP)):
+        if not (self._saves and self._send(None)):
             self.process.kill()
 
     def end(self) -> None:
@@ -450,68 +418,40 @@ def _serve(connection: pipes.Connection) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while True:
-            index, task = connection.recv()
-            if isinstance(index, int):  # else a message that came after its task had ended
-                connection.send(attempt(index, task, _PipeContact(index, connection)))
+            message = connection.recv()
+            if message is not None:  # else a task that had ended was asked to stop
+                index, task = message
+                connection.send(attempt(index, task, _pipe_contact(index, connection)))
     except (EOFError, OSError, CallerIsGone):
         return
 
 
-class _PipeContact(Contact):
-    """Talks to the parent through a pipe; raises `CallerIsGone` once the parent is gone."""
+def _pipe_contact(index: int, connection: pipes.Connection) -> Contact:
+    """Return what talks to the parent; it raises `CallerIsGone` once the parent is gone."""
+    asked: list[None] = []
 
-    def __init__(self, index: int, connection: pipes.Connection) -> None:
-        self._index = index
-        self._connection = connection
-        self._is_stop_asked = False
-        self._note: Any = None
-
-    def tell(self, value: Any) -> None:
-        self._connection.send(Reported(self._index, value))
-
-    def is_stop_asked(self) -> bool:
-        self._listen()
-        return self._is_stop_asked
-
-    def note(self) -> Any:
-        self._listen()
-        return self._note
-
-    def _listen(self) -> None:
+    def is_stop_asked() -> bool:
         try:
-            messages = []
-            while self._connection.poll():
-                messages.append(self._connection.recv())
+            while connection.poll():
+                asked.append(connection.recv())  # to a busy worker, nothing else is said
         except EOFError:
             raise CallerIsGone from None
-        for kind, value in messages:
-            if kind == _STOP:
-                self._is_stop_asked = True
-            elif kind == _NOTE:
-                self._note = value
+        return bool(asked)
+
+    return Contact(lambda value: connection.send(Reported(index, value)), is_stop_asked)
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Let processes started here have these variables."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Start a process deaf to Ctrl-C until it is in a group of its own."""
+def _starting(environment: Mapping[str, str]) -> Iterator[None]:
+    """Start a process with these variables, deaf to Ctrl-C until it is in a group of its own."""
     resource_tracker.ensure_running()  # starting it would lift the block
+    before = {name: os.environ[name] for name in environment if name in os.environ}
+    os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)

@@ -117,19 +117,7 @@ class Records:
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a record whole or not at all; what an earlier kill cut short is removed."""
         line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
-        try:
-            with self.path.open("ab") as file:
-                start = _end_of_lines(self.path)
-                os.truncate(self.path, start)
-                try:
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.truncate(self.path, start)
-                    raise
-        except OSError as error:
-            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+        append_at(self.path, _end_of_lines(self.path), line)
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
@@ -137,6 +125,8 @@ class Records:
 
 
 def _end_of_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -150,15 +140,19 @@ def _end_of_lines(path: Path) -> int:
 
 
 def append_at(path: Path, offset: int, content: bytes) -> None:
-    """Let ``content`` follow the first ``offset`` bytes of a file; it is on disk afterwards."""
+    """Let ``content`` follow the first ``offset`` bytes of a file, on disk, or nothing at all."""
     try:
         with path.open("ab") as file:
             if file.tell() < offset:
                 raise RunError(f"{str(path)!r} has {file.tell()} bytes; {offset} are needed")
             file.truncate(offset)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, offset)
+                raise
     except OSError as error:
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 

@@ -15,12 +15,9 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from aqg import __version__
 from aqg.core.types import FloatArray
@@ -40,9 +37,9 @@ from aqg.runs.directory import (
 )
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
-from aqg.runs.setup import Validator, curve, make_simulation
+from aqg.runs.setup import curve, follow_target, make_simulation
 from aqg.runs.stopping import Ending, Judge, has_diverged
-from aqg.runs.summary import Result, Trace, summarize
+from aqg.runs.summary import summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
@@ -59,6 +56,7 @@ _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _LARGEST_SHARE_OF_CHECKPOINTS = 0.1
 """Of a run's time: those of thousands of clients with mirrors take longer than a round."""
 _METRIC_POINTS = 50
+_SECONDS_BETWEEN_REPORTS = 0.2
 
 
 Minimum: TypeAlias = float | Callable[[], float | None] | None
@@ -128,14 +126,13 @@ def run(
     contact: Contact | None = None,
     ceiling: float = math.inf,
     keeps_models: bool = True,
-) -> Result:
-    """Run until the run is over, from the directory's checkpoint if it has one.
+) -> dict[str, Any]:
+    """Run until the run is over, from the directory's checkpoint if it has one; return its results.
 
     That is after its last round, or earlier as `aqg.runs.stopping` has it: a run with a target that
     ends it may cost no more than the ceiling, in bytes. The minimum ``f*`` may be what finds it
-    once the last round is done and saved. The contact is told `Progress` after every round; its
-    note is a new ceiling, and where it asks to stop, `Interrupted` is raised after the round was
-    saved.
+    once the last round is done and saved. The contact is told `Progress` now and then; where
+    it asks to stop, `Interrupted` is raised after the round was saved.
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
@@ -159,7 +156,7 @@ def _run(
     contact: Contact,
     referee: _Referee,
     keeps_models: bool,
-) -> Result:
+) -> dict[str, Any]:
     simulation = make_simulation(config, problem)
     arrays, lines = files.restore()
     client_bytes = ClientBytes.first(problem.num_clients)
@@ -174,12 +171,8 @@ def _run(
         meter.replay(line.record)
         progress.add(line.record)
         referee.replay(line)
-    follow: Callable[[], float] | None = None
-    if config.validation:
-        follow = Validator(simulation, config.target_kind)
-    elif referee.wants_accuracy:
-        follow = partial(_accuracy, simulation)
-    checkpoints = Checkpoints()
+    follow = follow_target(config, simulation) if referee.wants_metric else None
+    checkpoints, last_report = Checkpoints(), 0.0
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
     def save() -> None:
@@ -199,7 +192,7 @@ def _run(
         if follow is not None:
             if referee.metric not in metrics:
                 metrics[referee.metric] = follow()
-            referee.look_before(number, metrics[referee.metric])
+            referee.look_before(number, metrics)
             if referee.is_over():
                 break
         is_evaluated = (number - 1) % config.eval_every == 0
@@ -212,14 +205,16 @@ def _run(
         lines.append(line)
         progress.add(record)
         files.add(line)
-        contact.tell(progress)
-        referee.ceiling = contact.note() or referee.ceiling
+        if time.monotonic() - last_report >= _SECONDS_BETWEEN_REPORTS:
+            last_report = time.monotonic()
+            contact.tell(progress)
         is_stop_asked = contact.is_stop_asked()
         if is_stop_asked or checkpoints.is_due():
             checkpoints.time(save)
         if is_stop_asked:
             raise Interrupted
     save()
+    contact.tell(progress)
 
     final_loss = simulation.loss()
     metrics = simulation.problem.measure(simulation.averaged)
@@ -228,7 +223,7 @@ def _run(
         if referee.metric not in measured:
             measured[referee.metric] = follow()
         if not referee.is_over():
-            referee.look_before(simulation.next_round, measured[referee.metric])
+            referee.look_before(simulation.next_round, measured)
     if models is not None:
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
@@ -241,18 +236,17 @@ def _run(
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
     values = [referee.value_of(line.metrics, line.record.loss) for line in lines]
     values.append(referee.value_of(measured, final_loss))
-    is_followed = follow is not None or referee.has_target
     files.finish(
-        summary.to_json()
+        summary
         | referee.to_json()
         | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
-        | ({"curve": curve(values, lines, metrics)} if is_followed else {})
+        | ({"curve": curve(values, lines, metrics)} if referee.is_followed else {})
     )
     if not keeps_models:
         (files.path / CHECKPOINT).unlink(missing_ok=True)
     contact.saved()
-    return Result(config, summary, Trace.of(lines, final_loss, metrics))
+    return summary
 
 
 class Checkpoints:
@@ -281,38 +275,38 @@ class _Referee:
     def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
         goal = config.goal
         self._eval_every = config.eval_every
+        self._ceiling = ceiling
         self._minimum = 0.0
-        self.metric = VALIDATION if config.validation else "accuracy"
-        self.ending: Ending | None = None
-        self.ceiling = ceiling
-        self.has_target = goal is not None and goal.hold > 0
         self._judge: Judge | None = None
-        self.wants_accuracy = False
+        self.metric = VALIDATION if config.validation else "accuracy"
+        self.wants_metric = config.validation > 0
+        self.ending: Ending | None = None
         if goal is not None and goal.hold:
             self._judge = Judge(goal, config.rounds)
-            self.wants_accuracy = goal.kind == "accuracy" or config.validation > 0
+            self.wants_metric |= goal.kind == "accuracy"
             if goal.kind == "residual":
                 if minimum is None:
                     text = f"the target is a {goal}, and the minimum of the loss is unknown"
                     raise RunError(text)
                 self._minimum = minimum
 
+    @property
+    def is_followed(self) -> bool:
+        return self.wants_metric or self._judge is not None
+
     def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
         """Return what the target is about; NaN where it was not measured."""
-        if self.wants_accuracy or self.metric == VALIDATION:
+        if self.wants_metric:
             return metrics.get(self.metric, math.nan)
         return math.nan if loss is None else loss - self._minimum
 
     def is_over(self) -> bool:
         return self.ending is not None
 
-    def look_before(self, number: int, accuracy: float) -> None:
-        """Look at the accuracy of the model that a round begins with, after the first one.
-
-        With a validation set, it is the accuracy or loss there.
-        """
-        if self._judge is not None and number > 1:
-            self.ending = self._judge.look(accuracy, self.ceiling)
+    def look_before(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of the model that a round begins with, after the first one."""
+        if self._judge is not None and self.wants_metric and number > 1:
+            self.ending = self._judge.look(metrics.get(self.metric, math.nan), self._ceiling)
 
     def look_after(self, record: RoundRecord) -> None:
         """Look at the loss that a round began with, and count the round if it goes on."""
@@ -322,18 +316,17 @@ class _Referee:
         if self._judge is None:
             self.ending = "diverged" if is_evaluated and has_diverged(loss) else None
             return
-        if not self.wants_accuracy:
-            self.ending = self._judge.look(loss - self._minimum, self.ceiling)
+        if not self.wants_metric:
+            self.ending = self._judge.look(loss - self._minimum, self._ceiling)
         if self.ending is None:
             self._judge.pay(record)
 
     def replay(self, line: Line) -> None:
         """Look at a round that was run before."""
-        ceiling, self.ceiling = self.ceiling, math.inf
-        if self.wants_accuracy:
-            self.look_before(line.record.round, line.metrics.get(self.metric, math.nan))
-        self.look_after(line.record)
-        self.ceiling = ceiling
+        if not self.is_over():
+            self.look_before(line.record.round, line.metrics)
+        if not self.is_over():
+            self.look_after(line.record)
 
     def to_json(self) -> dict[str, Any]:
         """Return why the run ended and what it cost until then, where a target could end it."""
@@ -342,20 +335,6 @@ class _Referee:
         ending: Ending = self.ending or "rounds"
         outcome = {"ending": ending, "value": finite_or_none(self._judge.value)}
         return {"outcome": outcome | self._judge.costs(ending).to_json()}
-
-
-def _accuracy(simulation: FastSimulation | ReferenceSimulation) -> float:
-    """Return the test accuracy of the model; on the device, where only the accuracy is wanted."""
-    problem, params = simulation.problem, simulation.averaged
-    backend = getattr(simulation, "backend", None)
-    if backend is None or problem.metrics is not None or problem.test is None:
-        return problem.measure(params).get("accuracy", math.nan)
-    if not np.isfinite(params).all():
-        return math.nan
-    if hasattr(problem.objective, "model_layout"):
-        return problem.measure(params).get("accuracy", math.nan)
-    predicted = problem.objective.predict(backend.put(params), backend.put(problem.test.features))
-    return float(np.mean(backend.get(predicted) == problem.test.labels))
 
 
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import gc
 import math
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from aqg.errors import AqgError, ConfigError
 from aqg.jit import when_compiling
 from aqg.runs import loop
 from aqg.runs.config import RunConfig, check_files, load_plugins, read_stored, to_toml
 from aqg.runs.directory import CONFIG, read_config, read_summary
-from aqg.runs.executor import Contact, Done, Event, Place, Plan, run_tasks
+from aqg.runs.executor import Contact, Done, Event, Place, run_tasks
 from aqg.runs.files import write_atomically
 from aqg.runs.setup import build_problem, check_target, find_minimum, minimum_key, try_out
 from aqg.sim.problem import Problem
@@ -36,24 +36,43 @@ class Job:
 JobType = TypeVar("JobType", bound=Job)
 
 
-class StudyPlan(Plan[JobType], Protocol[JobType]):
-    """A plan that can be shown."""
+class StudyPlan(ABC, Generic[JobType]):
+    """What a study runs next, and what came of it so far."""
 
-    failures: dict[str, AqgError]  # by the job's name
-    num_before: int  # how many jobs were finished before
-    bytes_before: int  # what these sent and received
+    num_before = 0
+    """How many jobs were finished before."""
+    bytes_before = 0
+    """What these sent and received."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, AqgError] = {}  # by the job's name
 
     @property
+    @abstractmethod
     def num_finished(self) -> int: ...
 
+    @abstractmethod
     def problems(self) -> Iterable[RunConfig]:
         """Return configs with every problem that runs may need."""
 
+    @abstractmethod
+    def next(self) -> JobType | None:
+        """Return a job to start now; None while everything left depends on jobs under way."""
+
+    @abstractmethod
+    def take(self, job: JobType, result: Any) -> None:
+        """Take what came of a job: its summary, or an `AqgError`."""
+
+    @abstractmethod
     def most_left(self) -> int:
         """Return how many jobs have not ended yet, at most."""
 
+    def ceiling(self, job: JobType) -> float:  # noqa: ARG002
+        """Return the bytes beyond which a job is of no interest."""
+        return math.inf
 
-class Batch:
+
+class Batch(StudyPlan[Job]):
     """Runs that do not depend on each other, without those that are finished.
 
     Runs on the same data come one after the other, so that workers seldom load anew.
@@ -62,6 +81,7 @@ class Batch:
     """
 
     def __init__(self, jobs: Iterable[Job], directory: Path) -> None:
+        super().__init__()
         jobs = list(jobs)
         groups: dict[object, list[Job]] = {}
         for job in unfinished(jobs, directory):
@@ -73,7 +93,6 @@ class Batch:
         self.num_before = len(done)
         self.bytes_before = sum(summary["total_bytes"] for summary in done)
         self._waiting = iter(self.left)
-        self.failures: dict[str, AqgError] = {}
         self._num_ended = 0
 
     @property
@@ -90,8 +109,6 @@ class Batch:
         self._num_ended += 1
         if isinstance(result, AqgError):
             self.failures[job.name] = result
-
-    def note(self, job: Job) -> None: ...
 
     def most_left(self) -> int:
         return len(self.left) - self._num_ended
@@ -126,7 +143,6 @@ Key = tuple[tuple[str, Any], ...]
 
 Minima = Mapping[Key, float | None]
 
-_SECONDS_BETWEEN_REPORTS = 0.2
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = frozenset(
@@ -209,7 +225,7 @@ class Compiling:
 class Train:
     """Run one config in its directory, from its checkpoint if it has one; return its results.
 
-    What it tells is `loop.Progress` and `Compiling`; a note it takes is a ceiling of bytes.
+    What it tells is `loop.Progress` and `Compiling`.
     """
 
     saves: ClassVar[bool] = True
@@ -238,7 +254,7 @@ class Train:
                 problem,
                 self.minimum,
                 self.directory,
-                _Seldom(contact),
+                contact,
                 self.ceiling,
                 self.keeps_models,
             )
@@ -253,28 +269,11 @@ def train(
     minima: Minima,
     directory: Path,
     data_dir: Path | None,
-    ceiling: float | None = None,
+    ceiling: float = math.inf,
     keeps_models: bool = True,
 ) -> Train:
     minimum = minima.get(_minimum_key(config))
-    return Train(config, minimum, directory, data_dir, ceiling or math.inf, keeps_models)
-
-
-class _Seldom(Contact):
-    """Passes on a report from time to time."""
-
-    def __init__(self, contact: Contact) -> None:
-        self._contact = contact
-        self._last_report = 0.0
-        self.is_stop_asked = contact.is_stop_asked  # type: ignore[method-assign]
-        self.note = contact.note  # type: ignore[method-assign]
-        self.saved = contact.saved  # type: ignore[method-assign]
-
-    def tell(self, value: Any) -> None:
-        now = time.monotonic()
-        if now - self._last_report >= _SECONDS_BETWEEN_REPORTS:
-            self._last_report = now
-            self._contact.tell(value)
+    return Train(config, minimum, directory, data_dir, ceiling, keeps_models)
 
 
 _loaded: dict[Key, Problem] = {}

@@ -221,7 +221,7 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
         return
     simulation = make_simulation(config, problem)
     if config.validation:
-        start = Validator(simulation, goal.kind)()
+        start = follow_target(config, simulation)()
         if math.isnan(start):
             raise ConfigError(f"{config.title} has no {goal.kind} on its validation set")
     elif goal.kind == "accuracy":
@@ -357,11 +357,12 @@ def hold_out(problem: Problem, share: float, seed: int) -> Problem:
 
 
 class Validator:
-    """Measures the accuracy or loss of a simulation on the validation set, on the same device."""
+    """Measures the accuracy or loss of a simulation on samples, on the same device."""
 
-    def __init__(self, simulation: FastSimulation | ReferenceSimulation, kind: str) -> None:
-        samples = simulation.problem.validation
-        assert samples is not None, "a run with validation has a problem with it"
+    def __init__(
+        self, simulation: FastSimulation | ReferenceSimulation, kind: str, samples: Samples | None
+    ) -> None:
+        assert samples is not None, "what is measured on is there"
         self._simulation = simulation
         self._kind = kind
         backend = getattr(simulation, "backend", None)
@@ -374,6 +375,18 @@ class Validator:
         if not np.isfinite(params).all():
             return math.nan
         return self._simulation.problem.validate(self._put(params), self._samples, self._kind)
+
+
+def follow_target(
+    config: RunConfig, simulation: FastSimulation | ReferenceSimulation
+) -> Callable[[], float]:
+    """Return what measures the model: on the validation set, or its accuracy on the test set."""
+    problem = simulation.problem
+    if config.validation:
+        return Validator(simulation, config.target_kind, problem.validation)
+    if problem.metrics is None and problem.test is not None:
+        return Validator(simulation, "accuracy", problem.test)
+    return lambda: problem.measure(simulation.averaged).get("accuracy", math.nan)
 
 
 def curve(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
 from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.runs.stopping import Target, has_diverged
@@ -62,62 +61,6 @@ class Trace:
         return None if first is None else known[first][1]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One run's results."""
-
-    recipe: str
-    cost: Cost
-    final_loss: float
-    residual: float | None
-    metrics: Mapping[str, float]
-    faults: int
-    target: Target | None
-    target_cost: Cost | None
-    statistics: tuple[int, int] = (0, 0)
-    first_loss: float | None = None
-
-    @property
-    def diverged(self) -> bool:
-        return has_diverged(self.final_loss)
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether the model is worse than the one that training began with."""
-        return self.first_loss is not None and not self.final_loss <= self.first_loss
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints for this run."""
-        row: dict[str, Any] = {
-            "recipe": self.recipe,
-            **self.cost.to_json(),
-            "final_loss": finite_or_none(self.final_loss),
-            "residual": finite_or_none(self.residual),
-            "test_accuracy": None,
-            **metric_fields(self.metrics),
-            "diverged": self.diverged,
-            "worse_than_start": self.is_worse,
-            "faults": self.faults,
-        }
-        if any(self.statistics):
-            names = ("statistics_upload_bytes", "statistics_download_bytes")
-            row |= zip(names, self.statistics, strict=True)
-        if self.target is not None:
-            cost = (self.target_cost or self.cost).to_json()
-            if self.target_cost is None:
-                cost = dict.fromkeys(cost)
-            cost["reached_round"] = cost.pop("rounds")
-            row["target"] = {self.target.kind: self.target.value, **cost}
-        return row
-
-
-@dataclass(frozen=True)
-class Result:
-    config: RunConfig
-    summary: Summary
-    trace: Trace
-
-
 def summarize(
     recipe: str,
     lines: Sequence[Line],
@@ -125,23 +68,31 @@ def summarize(
     metrics: Mapping[str, float],
     minimum: float | None,
     target: Target | None,
-) -> Summary:
+) -> dict[str, Any]:
+    """Return a run's results as ``--json`` prints them."""
     records = [line.record for line in lines]
-    reached = None
+    cost = functools.reduce(Cost.plus, records, Cost())
+    first_loss = records[0].loss if records else None
+    row: dict[str, Any] = {
+        "recipe": recipe,
+        **cost.to_json(),
+        "final_loss": finite_or_none(final_loss),
+        "residual": None if minimum is None else finite_or_none(final_loss - minimum),
+        "test_accuracy": None,
+        **metric_fields(metrics),
+        "diverged": has_diverged(final_loss),
+        "worse_than_start": first_loss is not None and not final_loss <= first_loss,
+        "faults": sum(len(record.faults) for record in records),
+    }
+    names = ("statistics_upload_bytes", "statistics_download_bytes")
+    statistics = {name: sum(getattr(record, name) for record in records) for name in names}
+    if any(statistics.values()):
+        row |= statistics
     if target is not None:
         reached = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
-    return Summary(
-        recipe,
-        functools.reduce(Cost.plus, records, Cost()),
-        final_loss,
-        None if minimum is None else final_loss - minimum,
-        dict(metrics),
-        sum(len(record.faults) for record in records),
-        target,
-        reached,
-        (
-            sum(record.statistics_upload_bytes for record in records),
-            sum(record.statistics_download_bytes for record in records),
-        ),
-        records[0].loss if records else None,
-    )
+        spent = (reached or cost).to_json()
+        if reached is None:
+            spent = dict.fromkeys(spent)
+        spent["reached_round"] = spent.pop("rounds")
+        row["target"] = {target.kind: target.value, **spent}
+    return row

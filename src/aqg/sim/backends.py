@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from aqg.core.space import NumpySpace, as_index
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
-from aqg.objectives.closed_form import ClosedForm
+from aqg.objectives.closed_form import ClosedForm, Perceptron, Softmax
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Keys, LocalTraining
 
@@ -113,16 +113,35 @@ class NumpyBackend(NumpySpace):
         self, local: LocalTraining, params: FloatArray, clients: IntArray, keys: Keys
     ) -> tuple[FloatArray, FloatArray]:
         """Return what `LocalTraining.update` gives for each client: losses and updates."""
-        results = [
-            local.update(self._objective, params, *self._clients[int(client)], key)
-            for client, key in zip(clients.tolist(), keys, strict=True)
-        ]
-        losses, updates = zip(*results, strict=True)
-        return np.stack(losses), np.stack(updates)
+        losses = np.empty(len(clients), params.dtype)
+        updates = np.empty((len(clients), len(params)), params.dtype)
+        objective, size = self._objective, max(1, _TOGETHER_BYTES // params.nbytes)
+        if not isinstance(objective, Softmax | Perceptron):
+            for place, client in enumerate(clients.tolist()):
+                features, labels = self._clients[client]
+                losses[place], updates[place] = local.update(
+                    objective, params, features, labels, keys[place]
+                )
+            return losses, updates
+        for where, features, labels in self._groups(clients):
+            if isinstance(where, int):
+                losses[where], updates[where] = local.update(
+                    objective, params, features, labels, keys[where]
+                )
+                continue
+            for first in range(0, len(labels), size):
+                some = slice(first, first + size)
+                own = slice(where.start + first, min(where.start + first + size, where.stop))
+                losses[own], updates[own] = local.update_alike(
+                    objective, params, features[some], labels[some], keys[own]
+                )
+        return losses, updates
 
 
 STACK_BYTES = 1 << 20
 """Clients with more data than this gain nothing from a stack."""
+_TOGETHER_BYTES = 1 << 19
+"""Models that take local steps together: few enough to stay in a core's cache."""
 
 
 class Stack(NamedTuple):

@@ -26,7 +26,7 @@ from aqg.spec import make_named
 from aqg.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from aqg.core.recipe import Recipe
     from aqg.core.types import BoolArray, Float64Array, IntArray
     from aqg.sim.problem import Problem
-    from aqg.sim.statistics import RunStatistics
-    from aqg.sim.training import Training
 
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
@@ -186,6 +184,14 @@ class Reply(NamedTuple):
     size: int  # of its frame
 
 
+def replies_of(
+    clients: IntArray, senders: IntArray, uploads: Sequence[AnyUpload], sizes: IntArray
+) -> dict[int, Reply]:
+    """Return the replies of some clients, of which those that do not send skip."""
+    messages = dict(zip(senders.tolist(), uploads, strict=True))
+    return {m: Reply(messages.get(m, Skip()), int(sizes[m])) for m in clients.tolist()}
+
+
 class Closed(NamedTuple):
     """The replies that count in a round, in the order of their clients."""
 
@@ -206,6 +212,12 @@ class Closed(NamedTuple):
         widths[self.clients] = [reply.message.width for reply in self.replies]
         sizes[self.clients] = [reply.size for reply in self.replies]
         return widths, sizes
+
+
+def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
+    """Return the replies of a round that waits for all of them."""
+    clients, nobody = np.array(list(replies), np.int64), np.zeros(num_clients, np.bool_)
+    return Closed(clients, list(replies.values()), np.ones(num_clients), nobody)
 
 
 class Replies:
@@ -271,9 +283,7 @@ class Replies:
         values = np.array(self.clock), self._rounds.copy(), self._arrivals.copy(), joined, lengths
         return dict(zip(_FIELDS, values, strict=True))
 
-    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
-        if arrays is None:
-            return
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         clock, rounds, arrivals, joined, lengths = (arrays[name] for name in _FIELDS)
         self.clock = float(clock)
         self._rounds, self._arrivals = np.array(rounds), np.array(arrivals)
@@ -281,35 +291,3 @@ class Replies:
         frames = [bytes(joined[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
         clients = np.flatnonzero(self.at_work).tolist()
         self._frames = dict(zip(clients, frames, strict=True))
-
-
-class InTime:
-    """Stands for `Replies` where every round waits for all."""
-
-    clock = None
-
-    def __init__(self, num_clients: int) -> None:
-        self.at_work: BoolArray = np.zeros(num_clients, np.bool_)
-        self._begun: Mapping[int, Reply] = {}
-
-    def send(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> None:  # noqa: ARG002
-        self._begun = replies
-
-    def close(self, number: int) -> Closed:  # noqa: ARG002
-        clients = np.array(list(self._begun), np.int64)
-        factors = np.ones(len(self.at_work))
-        return Closed(clients, list(self._begun.values()), factors, self.at_work)
-
-    def to_arrays(self) -> None:
-        """Remember nothing."""
-
-    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
-        """Go on."""
-
-
-def make_replies(
-    training: Training, recipe: Recipe, problem: Problem, seed: int, statistics: RunStatistics
-) -> Replies | InTime:
-    late = training.late
-    check_late(late, recipe, training.num_sampled(problem.num_clients), statistics.are_averaged)
-    return InTime(problem.num_clients) if late is None else Replies(late, problem, seed)

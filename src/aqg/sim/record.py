@@ -11,7 +11,6 @@ from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import Space
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, IntArray
-from aqg.protocol.log import Content, length
 from aqg.wire import Known, encoded_size
 
 DROPPED = -1
@@ -133,10 +132,3 @@ def make_record(
         tuple(received.tolist()),
         seconds,
     )
-
-
-def received_bytes(downloads: Sequence[tuple[IntArray, Content]], num_clients: int) -> IntArray:
-    received = np.zeros(num_clients, np.int64)
-    for clients, content in downloads:
-        received[clients] += length(content)
-    return received

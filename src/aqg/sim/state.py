@@ -8,27 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import Full
-from aqg.core.recipe import Recipe
-from aqg.core.round import Clients, init_clients
+from aqg.core.round import Clients
 from aqg.core.server import (
     Model,
     clients_from_arrays,
     clients_to_arrays,
-    init_model,
     model_from_arrays,
     model_to_arrays,
 )
 from aqg.core.types import Float64Array
 from aqg.errors import RunError
-from aqg.sim.downloads import LogState, initial_log
-from aqg.sim.late import Replies
-from aqg.sim.problem import Problem
-from aqg.sim.training import Training
+from aqg.protocol.log import LogState
 
 _VARYING = (
     *("is_moved", "history", "statistics"),
-    *("log_lengths", "log_entries", "late_frames", "late_lengths"),
+    *("log_lengths", "log_entries", "log_snapshot", "late_frames", "late_lengths"),
 )
 """Arrays that are not of one length, or are checked elsewhere."""
 
@@ -70,16 +64,6 @@ class SimulationState(NamedTuple):
             raise RunError(
                 f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
             ) from None
-
-
-def initial_state(problem: Problem, recipe: Recipe, training: Training) -> SimulationState:
-    parameters = problem.initial_params
-    clients = init_clients(recipe, len(parameters), problem.dtype, problem.num_clients)
-    model = init_model(recipe, parameters, training.make_step(0.0, 0.0, problem.num_clients))
-    follows = not isinstance(training.downlink, Full)
-    log = initial_log(problem.num_clients) if follows else None
-    late = None if training.late is None else Replies(training.late, problem, 0).to_arrays()
-    return SimulationState(model, clients, log=log, late=late)
 
 
 def check_fits(state: SimulationState, expected: SimulationState) -> None:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
-from aqg.core.recipe import Recipe, require_memory
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
-from aqg.core.types import BoolArray, Float64Array, IntArray
+from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
 from aqg.objectives.base import Learner, Objective
 from aqg.objectives.closed_form import ClosedForm
@@ -110,6 +110,43 @@ class LocalTraining:
     def _learner(self, objective: Objective, key: Sequence[int]) -> AbstractContextManager[Learner]:
         """Return what gradients come from: exact ones from the objective, others from a session."""
         return nullcontext(objective) if self.sees_all_samples else objective.session(key)
+
+    def update_alike(
+        self,
+        objective: ClosedForm,  # the loss, with classes
+        params: FloatArray,  # ``θ``, ``(num_params,)``
+        features: FloatArray,  # the clients' samples, ``(M, n, num_features)``
+        labels: IntArray,  # their labels, ``(M, n)``
+        keys: Keys,  # integers (seed, client, round) for each
+    ) -> tuple[FloatArray, FloatArray]:
+        """Let clients of equally many samples take each step together; the same bits as `update`.
+
+        Returns:
+            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
+        """
+        members, num_steps = np.arange(len(keys))[:, None], self.num_steps(labels.shape[1])
+        turns = [self._batches(labels.shape[1], key) for key in keys]
+        models, total, first_losses = params, np.zeros((len(keys), len(params)), params.dtype), None
+        with np.errstate(over="ignore", invalid="ignore"):
+            for _ in range(num_steps):
+                batches = [batch for turn in turns if (batch := next(turn)) is not None]
+                samples = features, labels
+                if batches:
+                    rows = np.stack(batches)
+                    samples = features[members, rows], labels[members, rows]
+                if first_losses is None:
+                    first_losses, gradients = objective.losses_and_gradients(params, *samples)
+                else:
+                    size = samples[1].shape[1]
+                    weights = np.full(size, objective.sample_weight(size), params.dtype)
+                    _, gradients = objective.weighted_losses_and_gradients(
+                        models, *samples, weights
+                    )
+                    if objective.l2:
+                        gradients += objective.l2 * models
+                total += gradients
+                models = models - self.rate * gradients
+        return np.asarray(first_losses), total / num_steps
 
     def update_many(
         self,
@@ -326,6 +363,12 @@ class Training:
     @property
     def waits_for_some(self) -> bool:
         return self.late is not None and self.late.buffer_size is not None
+
+    @property
+    def updates(self) -> str:
+        """What kind of updates clients send, as recipes tell them apart."""
+        forgets = self.memory == "none" or self.waits_for_some
+        return kind_of_updates(self.local.sees_all_samples, self.participation, forgets)
 
     def client_weights(self, problem: Problem) -> Float64Array:
         """Return ``w_m``: 1, or ``M·n_m/Σn``. The mean is 1, so that ``α`` keeps its meaning."""

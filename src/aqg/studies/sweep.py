@@ -63,53 +63,58 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     ['recipe-lean_dropout-0.0', 'recipe-lean_dropout-0.5', 'recipe-gd_dropout-0.0']
     """
     fixed = {key: value for key, value in document.items() if key not in ("grid", RUNS)}
-    if RUNS in document:
-        return _expand_runs(fixed, document, data_dir)
+    is_grid = RUNS not in document
+    rows = _read_grid(document, fixed) if is_grid else _read_list(document, fixed)
+    named = tuple(dict.fromkeys(key for row in rows for key in row if key != "name"))
+    configs = [
+        _resolve_one({**fixed, **{key: row[key] for key in named if key in row}}, data_dir)
+        for row in rows
+    ]
+    varying = named
+    if not is_grid:
+        varying = tuple(k for k in named if len({repr(getattr(c, k)) for c in configs}) > 1)
+        varying = varying or named[:1] or ("recipe",)
+    found = [{key: getattr(config, key) for key in varying} for config in configs]
+    names = [row["name"] for row in rows if "name" in row] or _names(found)
+    return Sweep(varying, tuple(map(Job, names, configs)))
+
+
+def _read_grid(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of every combination."""
     grid = document.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise ConfigError("the grid file has no table [grid] with lists of values")
     _check_keys((*fixed, *grid))
     for key, values in grid.items():
-        _check_values(key, values)
+        if not isinstance(values, list):
+            raise ConfigError(f"{key} in [grid] is {values!r}; it must be a list of values")
+        if not values:
+            raise ConfigError(f"{key} in [grid] is []; it must have at least 1 value")
+        for position, value in enumerate(values):
+            if value in values[:position]:
+                raise ConfigError(f"{key} in [grid] has {value!r} twice; values must differ")
         if key in fixed:
             raise ConfigError(f"{key} is both fixed ({fixed[key]!r}) and in [grid]; keep one")
-    configs = [
-        _resolve_one({**fixed, **dict(zip(grid, values, strict=True))}, data_dir)
-        for values in product(*grid.values())
-    ]
-    varying = tuple(grid)
-    names = _names([{key: getattr(config, key) for key in varying} for config in configs])
-    return Sweep(varying, tuple(map(Job, names, configs)))
+    return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
-def _expand_runs(
-    fixed: Mapping[str, Any], document: Mapping[str, Any], data_dir: Path | None
-) -> Sweep:
+def _read_list(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of every run, each with a name of its own or none of them."""
     runs = document[RUNS]
     if "grid" in document:
         raise ConfigError("the file has both [grid] and [[run]]; keep one")
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         raise ConfigError("run is not an array of tables with the settings of a run each")
     _check_keys((*fixed, *(key for run in runs for key in run if key != "name")))
-    configs = [
-        _resolve_one({**fixed, **{k: v for k, v in run.items() if k != "name"}}, data_dir)
-        for run in runs
-    ]
-    named = dict.fromkeys(key for run in runs for key in run if key != "name")
-    varying = tuple(k for k in named if len({repr(getattr(c, k)) for c in configs}) > 1)
-    varying = varying or tuple(named)[:1] or ("recipe",)
-    found = [{key: getattr(config, key) for key in varying} for config in configs]
-    own = [run.get("name") for run in runs]
-    if not any(own):
-        return Sweep(varying, tuple(map(Job, _names(found), configs)))
-    for name in own:
+    names = [run.get("name") for run in runs]
+    for name in names if any(names) else ():
         if not isinstance(name, str) or not name or _safe(name) != name:
             raise ConfigError(
                 f"name of a run is {name!r}; every run needs one, of letters, digits, . + and -"
             )
-        if own.count(name) > 1:
+        if names.count(name) > 1:
             raise ConfigError(f"two runs have the name {name!r}")
-    return Sweep(varying, tuple(map(Job, map(str, own), configs)))
+    return runs
 
 
 def _check_keys(keys: Iterable[str]) -> None:
@@ -170,16 +175,6 @@ def runs_to_toml(runs: Iterable[Mapping[str, Any]]) -> str:
     for run in runs:
         lines += ["", f"[[{RUNS}]]", *(f"{key} = {json.dumps(v)}" for key, v in run.items())]
     return "\n".join(lines) + "\n"
-
-
-def _check_values(key: str, values: object) -> None:
-    if not isinstance(values, list):
-        raise ConfigError(f"{key} in [grid] is {values!r}; it must be a list of values")
-    if not values:
-        raise ConfigError(f"{key} in [grid] is []; it must have at least 1 value")
-    for position, value in enumerate(values):
-        if value in values[:position]:
-            raise ConfigError(f"{key} in [grid] has {value!r} twice; values must differ")
 
 
 def _resolve_one(settings: Mapping[str, Any], data_dir: Path | None) -> RunConfig:

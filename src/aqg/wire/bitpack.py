@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH, level_dtype
 from aqg.errors import MessageError, WireError
-from aqg.jit import njit
+from aqg.jit import njit, part
 from aqg.parallel import map_threads
 
 Levels = NDArray[np.uint8] | NDArray[np.uint16]
@@ -55,7 +55,9 @@ def pack(levels: Unsigned, width: int, *, threads: int | None = None) -> NDArray
     _check_width(width)
     if len(levels) and int(levels.max()) >> width:
         raise MessageError(f"level {int(levels.max())} does not fit into {width} bits")
-    source = read_only(levels)
+    if width in (8, 16):
+        return levels.astype(f"<u{width // 8}").view(np.uint8)
+    source: Unsigned = read_only(levels.astype(level_dtype(width), copy=False))
     packed = np.empty(packed_size(len(levels), width), np.uint8)
 
     def pack_from(start: int) -> None:
@@ -85,6 +87,8 @@ def unpack(
     used_bits = length * width % 8
     if used_bits and int(packed[-1]) >> used_bits:
         raise WireError(f"the last packed byte is {int(packed[-1])}; its unused bits must be zero")
+    if width in (8, 16):
+        return packed.view(f"<u{width // 8}").astype(level_dtype(width))  # type: ignore[return-value]
     source = read_only(packed)
     levels: Levels = np.empty(length, level_dtype(width))  # type: ignore[assignment]
 
@@ -105,54 +109,30 @@ def _check_width(width: int) -> None:
 @njit()
 def _pack_block(levels: Unsigned, width: int, packed: NDArray[np.uint8]) -> None:
     """Pack one block; ``packed`` holds exactly ``ceil(len(levels)·width / 8)`` bytes."""
-    length = len(levels)
-    groups = 0
+    groups = _num_groups(len(levels), width, len(packed))
     # Widths that divide a byte have loops of their own: simple enough to become SIMD code.
-    if width == 8:
-        groups = length // 8
-        for i in range(8 * groups):
-            packed[i] = levels[i]
-    elif width == 4:
-        groups = length // 8
+    if width == 4:
         for i in range(4 * groups):
             packed[i] = levels[2 * i] | levels[2 * i + 1] << 4
     elif width == 2:
-        groups = length // 8
         for i in range(2 * groups):
-            packed[i] = (
-                levels[4 * i]
-                | levels[4 * i + 1] << 2
-                | levels[4 * i + 2] << 4
-                | levels[4 * i + 3] << 6
+            packed[i] = (levels[4 * i] | levels[4 * i + 1] << 2) | (
+                levels[4 * i + 2] << 4 | levels[4 * i + 3] << 6
             )
     elif width < 8:
-        # A group's word is stored whole, over what the next group will write: stop where that
-        # would pass the end.
-        groups = max(0, min(length // 8, (len(packed) - 8) // width + 1))
         for i in range(groups):
-            _store_bytes(packed, i * width, _close_bytes(_load_bytes(levels, 8 * i), width))
-    elif width < 16:
-        groups = max(0, min(length // 8, (len(packed) - 16) // width + 1))
+            _store(packed, i * width, 8, _close_bytes(_load(levels, 8 * i, 8), width))
+    else:
         half = np.uint64(4 * width)
         for i in range(groups):
-            low = _close_shorts(_load_shorts(levels, 8 * i), width)
-            high = _close_shorts(_load_shorts(levels, 8 * i + 4), width)
-            _store_bytes(packed, i * width, low | high << half)
-            _store_bytes(packed, i * width + 8, high >> (np.uint64(64) - half))
-    else:
-        groups = length // 8
-        for i in range(8 * groups):
-            packed[2 * i] = levels[i] & 255
-            packed[2 * i + 1] = levels[i] >> 8
-    _pack_tail(levels, 8 * groups, width, packed)
-
-
-@njit()
-def _pack_tail(levels: Unsigned, done: int, width: int, packed: NDArray[np.uint8]) -> None:
+            low = _close_shorts(_load(levels, 8 * i, 4), width)
+            high = _close_shorts(_load(levels, 8 * i + 4, 4), width)
+            _store(packed, i * width, 8, low | high << half)
+            _store(packed, i * width + 8, 8, high >> (np.uint64(64) - half))
     pending = 0
     pending_bits = 0
-    position = done * width // 8
-    for i in range(done, len(levels)):
+    position = groups * width
+    for i in range(8 * groups, len(levels)):
         pending |= int(levels[i]) << pending_bits
         pending_bits += width
         while pending_bits >= 8:
@@ -164,97 +144,72 @@ def _pack_tail(levels: Unsigned, done: int, width: int, packed: NDArray[np.uint8
         packed[position] = pending & 255
 
 
+@part(forceinline=True)
+def _num_groups(num_levels: int, width: int, num_bytes: int) -> int:
+    """Return how many groups of eight levels can be taken at once.
+
+    A group's words are read and written whole, over what belongs to the next: those that would
+    reach beyond the end are left out.
+    """
+    word_bytes = width if width in (2, 4) else 8 if width < 8 else 16
+    return max(0, min(num_levels // 8, (num_bytes - word_bytes) // width + 1))
+
+
 @njit()
 def _unpack_block(packed: NDArray[np.uint8], width: int, levels: Unsigned) -> None:
-    length = len(levels)
-    groups = 0
-    if width == 8:
-        groups = length // 8
-        for i in range(8 * groups):
-            levels[i] = packed[i]
-    elif width == 4:
-        groups = length // 8
+    groups = _num_groups(len(levels), width, len(packed))
+    if width == 4:
         for i in range(4 * groups):
             levels[2 * i] = packed[i] & 15
             levels[2 * i + 1] = packed[i] >> 4
     elif width == 2:
-        groups = length // 8
         for i in range(2 * groups):
             levels[4 * i] = packed[i] & 3
             levels[4 * i + 1] = packed[i] >> 2 & 3
             levels[4 * i + 2] = packed[i] >> 4 & 3
             levels[4 * i + 3] = packed[i] >> 6
     elif width < 8:
-        # A group's word is read whole, with bits of the next group: stop before the end.
-        groups = max(0, min(length // 8, (len(packed) - 8) // width + 1))
         for i in range(groups):
-            _store_bytes(levels, 8 * i, _open_bytes(_load_bytes(packed, i * width), width))
-    elif width < 16:
-        groups = max(0, min(length // 8, (len(packed) - 16) // width + 1))
+            _store(levels, 8 * i, 8, _open_bytes(_load(packed, i * width, 8), width))
+    else:
         half = np.uint64(4 * width)
         for i in range(groups):
-            low = _load_bytes(packed, i * width)
-            high = low >> half | _load_bytes(packed, i * width + 8) << (np.uint64(64) - half)
-            _store_shorts(levels, 8 * i, _open_shorts(low, width))
-            _store_shorts(levels, 8 * i + 4, _open_shorts(high, width))
-    else:
-        groups = length // 8
-        for i in range(8 * groups):
-            levels[i] = packed[2 * i] | packed[2 * i + 1] << 8
-    _unpack_tail(packed, 8 * groups, width, levels)
-
-
-@njit()
-def _unpack_tail(packed: NDArray[np.uint8], done: int, width: int, levels: Unsigned) -> None:
-    mask = (1 << width) - 1
+            low = _load(packed, i * width, 8)
+            high = low >> half | _load(packed, i * width + 8, 8) << (np.uint64(64) - half)
+            _store(levels, 8 * i, 4, _open_shorts(low, width))
+            _store(levels, 8 * i + 4, 4, _open_shorts(high, width))
     pending = 0
     pending_bits = 0
-    position = done * width // 8
-    for i in range(done, len(levels)):
+    position = groups * width
+    for i in range(8 * groups, len(levels)):
         while pending_bits < width:
             pending |= int(packed[position]) << pending_bits
             position += 1
             pending_bits += 8
-        levels[i] = pending & mask
+        levels[i] = pending & ((1 << width) - 1)
         pending >>= width
         pending_bits -= width
 
 
-@njit()
-def _load_bytes(source: Unsigned, start: int) -> np.uint64:
-    """Read eight bytes, the first into the lowest lane."""
+@part(forceinline=True)
+def _load(source: Unsigned, start: int, lanes: int) -> np.uint64:
+    """Read four or eight numbers, the first into the lowest lane of a word."""
     at = np.uint64(start)
     word = np.uint64(source[at])
-    for lane in range(1, 8):
-        word |= np.uint64(source[at + np.uint64(lane)]) << np.uint64(8 * lane)
+    for lane in range(1, lanes):
+        word |= np.uint64(source[at + np.uint64(lane)]) << np.uint64(64 // lanes * lane)
     return word
 
 
-@njit()
-def _store_bytes(target: Unsigned, start: int, word: np.uint64) -> None:
-    """Write eight bytes, the lowest lane first."""
+@part(forceinline=True)
+def _store(target: Unsigned, start: int, lanes: int, word: np.uint64) -> None:
+    """Write what is in the lanes, which are as wide as what ``target`` holds."""
     at = np.uint64(start)
-    for lane in range(8):
-        target[at + np.uint64(lane)] = np.uint8(word >> np.uint64(8 * lane) & np.uint64(255))
+    for lane in range(lanes):
+        target[at + np.uint64(lane)] = word >> np.uint64(64 // lanes * lane)
 
 
-@njit()
-def _load_shorts(source: Unsigned, start: int) -> np.uint64:
-    at = np.uint64(start)
-    word = np.uint64(source[at])
-    for lane in range(1, 4):
-        word |= np.uint64(source[at + np.uint64(lane)]) << np.uint64(16 * lane)
-    return word
-
-
-@njit()
-def _store_shorts(target: Unsigned, start: int, word: np.uint64) -> None:
-    at = np.uint64(start)
-    for lane in range(4):
-        target[at + np.uint64(lane)] = np.uint16(word >> np.uint64(16 * lane) & np.uint64(65535))
-
-
-@njit()
+@part(forceinline=True)
 def _close_bytes(word: np.uint64, width: int) -> np.uint64:
     """Move eight integers of ``width`` bits, one per byte, into the low ``8·width`` bits."""
     even, odd = np.uint64(0x00FF00FF00FF00FF), np.uint64(0xFF00FF00FF00FF00)
@@ -262,7 +217,7 @@ def _close_bytes(word: np.uint64, width: int) -> np.uint64:
     return _close_shorts(word, 2 * width)
 
 
-@njit()
+@part(forceinline=True)
 def _close_shorts(word: np.uint64, width: int) -> np.uint64:
     """Move four integers of ``width`` bits, one per two bytes, into the low ``4·width`` bits."""
     even, odd = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFF0000FFFF0000)
@@ -270,7 +225,7 @@ def _close_shorts(word: np.uint64, width: int) -> np.uint64:
     return word & np.uint64(0xFFFFFFFF) | word >> np.uint64(32) << np.uint64(2 * width)
 
 
-@njit()
+@part(forceinline=True)
 def _open_bytes(word: np.uint64, width: int) -> np.uint64:
     word = _open_shorts(word, 2 * width)
     lane = np.uint64((1 << width) - 1)
@@ -278,7 +233,7 @@ def _open_bytes(word: np.uint64, width: int) -> np.uint64:
     return word & keep | (word >> np.uint64(width) & keep) << np.uint64(8)
 
 
-@njit()
+@part(forceinline=True)
 def _open_shorts(word: np.uint64, width: int) -> np.uint64:
     half = np.uint64((1 << 2 * width) - 1)
     word = word & half | (word >> np.uint64(2 * width) & half) << np.uint64(32)

@@ -49,11 +49,11 @@ LONGEST = 1 << 20
 
 MAX_NEAR = 4096
 MAX_RATIO = 127
+DIRECT_LENGTH = 256
+"""Up to this length, sums of products are faster than a Fourier transform."""
 WINDOW = 1 << 16
 NUM_CANDIDATES = 8
 CLIP = 7
-DIRECT_LENGTH = 256
-"""Up to this length, sums of products are faster than a Fourier transform."""
 
 NUM_DIRECTIONS = 2 * MAX_DIRECTION + 1
 REFERENCE_EDGES = np.array([1, 3, 5, 7, 11, 17, 25, 39]) / 16
@@ -212,19 +212,17 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     if limit < 3:
         return 1, 2
     signal = np.empty(window)
+    _center(levels[start : start + window], num_symbols, signal)
     is_candidate = np.zeros(min(limit // 3, MAX_NEAR) + 1, np.bool_)
     top = np.zeros(NUM_CANDIDATES, np.int64)
-    if window <= DIRECT_LENGTH:
-        correlation = np.empty(limit + 1)
-        near, ratio = _best_pair_of(levels, num_symbols, signal, correlation, is_candidate, top)
-    else:
-        _center(levels[start : start + window], num_symbols, signal)
-        near, ratio = _best_pair(_correlate_fourier(signal, limit), is_candidate, top)
+    near, ratio = _best_pair(_correlate(signal, limit), is_candidate, top)
     return int(near), int(ratio)
 
 
-def _correlate_fourier(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
-    """Return what `_correlate` returns; the sums are small integers, hence exact once rounded."""
+def _correlate(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+    """Return the autocorrelation; its sums are small integers, hence exact once rounded."""
+    if len(signal) <= DIRECT_LENGTH:
+        return np.correlate(signal, signal, "full")[len(signal) - 1 :][: limit + 1]
     size = 1 << (len(signal) + limit).bit_length()
     if 3 * size // 4 >= len(signal) + limit:  # also a length that transforms fast
         size = 3 * size // 4
@@ -238,25 +236,6 @@ def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
     """Write ``x``: which way a level goes, cut to ``±CLIP`` so that no outlier decides."""
     for i in range(len(levels)):
         signal[i] = min(max(2 * np.int64(levels[i]) - (num_symbols - 1), -CLIP), CLIP)
-
-
-@part(forceinline=True)
-def _correlate(signal: Any, correlation: Any) -> None:
-    for lag in range(len(correlation)):
-        total = 0.0
-        for i in range(lag, len(signal)):
-            total += signal[i] * signal[i - lag]
-        correlation[lag] = total
-
-
-@njit()
-def _best_pair_of(
-    levels: Any, num_symbols: Any, signal: Any, correlation: Any, is_candidate: Any, top: Any
-) -> Any:
-    """Do all that `find_lags` does with few levels, in one call."""
-    _center(levels, num_symbols, signal)
-    _correlate(signal, correlation)
-    return _best_pair(correlation, is_candidate, top)
 
 
 @njit()

@@ -19,19 +19,15 @@ from aqg.wire import context, payloads
 from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.payloads import Mode
 from aqg.wire.sections import (
-    BYTES,
     decode_planes,
     encode_planes,
-    join_dense,
     join_levels,
     level_alphabets,
-    split_dense,
     split_levels,
 )
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.varint import CRC_BYTES, read_varint, write_varint
 
 VERSION = 1
-CRC_BYTES = 4
 UPLOAD_HEAD_BYTES = 4
 MIDTREAD_BIT = 0x10
 
@@ -80,16 +76,13 @@ def encode(
     if isinstance(message, Skip):
         return bytes([_first_byte(Mode.SKIP)])
     message.validate()
+    hints = None
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
         mode, payload = encode_levels(message, hints, threads, tries_context)
-        head = upload_head(mode, message)
+        head = _upload_head(mode, message)
     else:
-        hints = None
-        if isinstance(message, DenseUpload):
-            mode, payload = _encode_dense(message, threads)
-        else:
-            mode, payload = payloads.encode_other(message, threads)
+        mode, payload = payloads.encode_values(message, threads)
         head = bytes([_first_byte(mode)])
     body = b"".join([head, write_varint(len(message)), payload])
     checksum = zlib.crc32(body) ^ (_hints_checksum(hints) if mode is Mode.HINTED else 0)
@@ -136,7 +129,7 @@ def decode(
     try:
         if mode >= Mode.DENSE:
             payload = _read_length(body, 1, expected_length)
-            message = _decode_values(mode, payload, expected_length, threads)
+            message = payloads.decode_values(mode, payload, expected_length, threads)
             message.validate()
             return message
         if mode in (Mode.CONTEXT, Mode.HINTED):
@@ -238,21 +231,21 @@ def encode_levels(
     return mode, best
 
 
-def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
-    coded = encode_planes(split_dense(upload.dense), threads)
-    if len(coded) < 4 * len(upload):
-        return Mode.DENSE_CODED, coded
-    return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
+def encode_bare(upload: Upload) -> bytes:
+    """Write levels alone: their reader knows how many, and checks what they are part of."""
+    upload.validate()
+    mode, payload = encode_levels(upload, None, None)
+    return bytes([mode]) + _upload_head(mode, upload)[1:] + payload
 
 
-def decode_bare(data: NDArray[np.uint8], length: int, threads: int | None) -> Upload:
+def decode_bare(data: NDArray[np.uint8], length: int) -> Upload:
     if len(data) < UPLOAD_HEAD_BYTES:
         raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
     number = int(data[0])
     if number not in (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS):
         raise WireError(f"mode {number} does not hold levels that need no context")
     try:
-        return _read_upload(Mode(number), data, data[UPLOAD_HEAD_BYTES:], None, length, threads)
+        return _read_upload(Mode(number), data, data[UPLOAD_HEAD_BYTES:], None, length, None)
     except MessageError as error:
         raise WireError(f"no valid message: {error}") from error
 
@@ -299,23 +292,11 @@ def decode_levels(
     return context.decode(payload, length, num_levels(grid, width), hints=hints)
 
 
-def _decode_values(
-    mode: Mode, payload: NDArray[np.uint8], length: int, threads: int | None
-) -> DenseUpload | payloads.Other:
-    if mode >= Mode.HALF:
-        return payloads.decode_other(mode, payload, length, threads)
-    if mode is Mode.DENSE_CODED:
-        return DenseUpload(join_dense(decode_planes(payload, [BYTES] * 4, length, threads)))
-    if len(payload) != 4 * length:
-        raise WireError(f"{length} float32 values take {4 * length} bytes, not {len(payload)}")
-    return DenseUpload(np.frombuffer(payload.tobytes(), "<f4").astype(np.float32))
-
-
 def _first_byte(mode: Mode) -> int:
     return VERSION << 5 | mode
 
 
-def upload_head(mode: Mode, upload: Upload) -> bytes:
+def _upload_head(mode: Mode, upload: Upload) -> bytes:
     shape = upload.width - 1
     shape |= MIDTREAD_BIT if upload.grid is Grid.MIDTREAD else 0
     # A bfloat16 number is the upper half of the float32 of the same value; `+ 0.0` drops the sign

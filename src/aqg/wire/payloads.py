@@ -1,4 +1,4 @@
-"""Payloads of mode GAPS and of modes 10 to 15: few levels, half precision, blocks, rotations.
+"""Payloads of all modes but those for levels of any width: few levels, floats, blocks, rotations.
 
 The largest coordinates of a gradient cluster: with the context coder their places and signs take a
 fifth less than the ``log2(n choose k) + k`` bits of random ones, and less than coded as gaps
@@ -9,6 +9,7 @@ symbols. ``docs/reference/frame-format.md`` describes each byte.
 
 import enum
 import struct
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from aqg.core.messages import (
     TOP,
     WIDTHS,
     BlockUpload,
+    DenseUpload,
     HalfUpload,
     RotatedUpload,
     SparseUpload,
@@ -32,8 +34,17 @@ from aqg.errors import WireError
 from aqg.jit import njit
 from aqg.wire import context
 from aqg.wire.bitpack import pack, unpack
-from aqg.wire.sections import BLOCKED_LENGTH, BYTES, Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import read_part, read_varint, write_varint
+from aqg.wire.sections import (
+    BYTES,
+    Alphabet,
+    Plane,
+    decode_planes,
+    encode_planes,
+    join_bytes,
+    split_bytes,
+    split_dense,
+)
+from aqg.wire.varint import Reader, write_part, write_varint
 
 
 class Mode(enum.IntEnum):
@@ -55,69 +66,69 @@ class Mode(enum.IntEnum):
     TURNED = 15
 
 
-Other = HalfUpload | SparseUpload | BlockUpload | RotatedUpload
+Values = DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 SIGNS = Alphabet(width=2, size=3)
 MAGNITUDES = [BYTES, Alphabet(width=7, size=128)]
 BLOCK_LEVELS = Alphabet(width=8, size=2 * TOP + 1)
 SECTIONS, CONTEXT = 0, 1
 EXPONENT_OFFSET = 128
-SEED_BYTES = 4
-SCALE_BYTES = 4
 
 
-def encode_other(upload: Other, threads: int | None) -> tuple[Mode, bytes]:
-    threads = _useful_threads(len(upload), threads)
-    if isinstance(upload, HalfUpload):
-        return Mode.HALF, _encode_half(upload, threads)
-    if isinstance(upload, SparseUpload):
-        return Mode.SPARSE, _encode_sparse(upload, threads)
-    if isinstance(upload, RotatedUpload):
-        return (Mode.ROTATED if upload.width == 1 else Mode.TURNED), _encode_rotated(upload)
-    if upload.block == BLOCK:
-        return Mode.BLOCKS, _encode_blocks(upload, threads)
+def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
+    match upload:
+        case DenseUpload():
+            return _encode_dense(upload, threads)
+        case HalfUpload():
+            return Mode.HALF, _encode_half(upload, threads)
+        case SparseUpload():
+            return Mode.SPARSE, _encode_sparse(upload, threads)
+        case RotatedUpload(width=1):
+            return Mode.ROTATED, _encode_rotated(upload)
+        case RotatedUpload():
+            return Mode.TURNED, bytes([upload.width]) + _encode_rotated(upload)
+        case BlockUpload() if upload.block == BLOCK:
+            return Mode.BLOCKS, _encode_blocks(upload, threads)
     return Mode.BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
 
 
-def decode_other(mode: int, payload: NDArray[np.uint8], length: int, threads: int | None) -> Other:
-    """Undo `encode_other`; the parts of the message fit each other, its values may not.
+def decode_values(
+    mode: Mode, payload: NDArray[np.uint8], length: int, threads: int | None
+) -> Values:
+    """Undo `encode_values`; the parts of the message fit each other, its values may not.
 
     Memory is taken in proportion to ``length`` only.
     """
-    threads = _useful_threads(length, threads)
-    if mode == Mode.HALF:
-        return _decode_half(payload, length, threads)
-    if mode == Mode.SPARSE:
-        return _decode_sparse(payload, length, threads)
-    if mode == Mode.BLOCKS:
-        return _decode_blocks(payload, length, threads, BLOCK)
-    if mode == Mode.BUCKETS:
-        block, start = read_varint(payload, 0)
-        if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
-            raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
-        return _decode_blocks(payload[start:], length, threads, block)
-    if mode == Mode.ROTATED:
-        return _decode_rotated(payload, length, width=1)
-    width = int(payload[0]) if len(payload) else 0
-    if width not in WIDTHS or width == 1:
-        raise WireError(f"codes of {width} bits are not what mode TURNED has")
-    return _decode_rotated(payload[1:], length, width)
+    return _DECODERS[mode](Reader(payload), length, threads)
 
 
-def _useful_threads(length: int, threads: int | None) -> int | None:
-    """Return 1 for messages that are not cut into blocks: the work takes less than a thread."""
-    return threads if length >= BLOCKED_LENGTH else 1
+def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
+    coded = encode_planes(split_dense(upload.dense), threads)
+    if len(coded) < 4 * len(upload):
+        return Mode.DENSE_CODED, coded
+    return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
+
+
+def _decode_dense(reader: Reader, length: int, _: int | None) -> DenseUpload:
+    if reader.left != 4 * length:
+        raise WireError(f"{length} float32 values take {4 * length} bytes, not {reader.left}")
+    return DenseUpload(reader.array(length, "<f4", "the values").astype(np.float32))
+
+
+def _decode_dense_coded(reader: Reader, length: int, threads: int | None) -> DenseUpload:
+    rotated = join_bytes(decode_planes(reader.rest(), [BYTES] * 4, length, threads), np.uint32)
+    bits = rotated >> np.uint32(1) | rotated << np.uint32(31)
+    return DenseUpload(bits.view(np.float32))
 
 
 def _encode_half(upload: HalfUpload, threads: int | None) -> bytes:
     bits = np.ascontiguousarray(upload.halves).view(np.uint16)
-    planes = _low_and_high(bits << np.uint16(1) | bits >> np.uint16(15), [BYTES] * 2)
+    planes = split_bytes(bits << np.uint16(1) | bits >> np.uint16(15), [BYTES] * 2)
     return bytes([upload.exponent + EXPONENT_OFFSET]) + encode_planes(planes, threads)
 
 
-def _decode_half(payload: NDArray[np.uint8], length: int, threads: int | None) -> HalfUpload:
-    exponent = _read_exponent(payload)
-    low, high = decode_planes(payload[1:], [BYTES] * 2, length, threads)
-    rotated = low | high.astype(np.uint16) << np.uint16(8)
+def _decode_half(reader: Reader, length: int, threads: int | None) -> HalfUpload:
+    exponent = reader.byte("the exponent") - EXPONENT_OFFSET
+    rotated = join_bytes(decode_planes(reader.rest(), [BYTES] * 2, length, threads), np.uint16)
     bits = rotated >> np.uint16(1) | rotated << np.uint16(15)
     return HalfUpload(bits.view(np.float16), exponent)
 
@@ -130,21 +141,19 @@ def _encode_sparse(upload: SparseUpload, threads: int | None) -> bytes:
         better = context.encode(places, SIGNS.size)
         if len(better) < len(coded):
             coder, coded = CONTEXT, better
-    head = bytes([upload.exponent + EXPONENT_OFFSET, coder]) + write_varint(len(coded))
+    head = bytes([upload.exponent + EXPONENT_OFFSET, coder]) + write_part(coded)
     if not len(upload.halves):
-        return head + coded
+        return head
     bits = np.ascontiguousarray(upload.halves).view(np.uint16) & np.uint16(0x7FFF)
-    return head + coded + encode_planes(_low_and_high(bits, MAGNITUDES), threads)
+    return head + encode_planes(split_bytes(bits, MAGNITUDES), threads)
 
 
-def _decode_sparse(payload: NDArray[np.uint8], length: int, threads: int | None) -> SparseUpload:
-    exponent = _read_exponent(payload)
-    if len(payload) < 2:
-        raise WireError("the frame ends where the coder of the places should be named")
-    coder = int(payload[1])
+def _decode_sparse(reader: Reader, length: int, threads: int | None) -> SparseUpload:
+    exponent = reader.byte("the exponent") - EXPONENT_OFFSET
+    coder = reader.byte("the coder of the places")
     if coder not in (SECTIONS, CONTEXT):
         raise WireError(f"places are coded as {coder}; it must be {SECTIONS} or {CONTEXT}")
-    coded, rest = read_part(payload, 2, "the places claim")
+    coded = reader.part("a list of places")
     if coder == SECTIONS:
         (places,) = decode_planes(coded, [SIGNS], length, threads)
     else:
@@ -154,60 +163,66 @@ def _decode_sparse(payload: NDArray[np.uint8], length: int, threads: int | None)
         raise WireError(f"a place holds {int(places.max())}; it must be below {SIGNS.size}")
     indices = np.flatnonzero(places != 1)
     if len(indices) == 0:
-        if len(rest):
-            raise WireError(f"{len(rest)} bytes follow the places of no values")
+        reader.finish("the places of no values")
         return SparseUpload(indices, np.empty(0, np.float16), exponent, length)
-    low, high = decode_planes(rest, MAGNITUDES, len(indices), threads)
-    bits = low | high.astype(np.uint16) << np.uint16(8)
+    bits = join_bytes(decode_planes(reader.rest(), MAGNITUDES, len(indices), threads), np.uint16)
     bits |= (places[indices] == 0).astype(np.uint16) << np.uint16(15)
     return SparseUpload(indices, bits.view(np.float16), exponent, length)
 
 
-def _low_and_high(numbers: NDArray[np.uint16], alphabets: list[Alphabet]) -> list[Plane]:
-    low, high = numbers.astype(np.uint8), (numbers >> np.uint16(8)).astype(np.uint8)
-    return [Plane(low, alphabets[0]), Plane(high, alphabets[1])]
-
-
-def _read_exponent(payload: NDArray[np.uint8]) -> int:
-    if len(payload) == 0:
-        raise WireError("the frame ends where the exponent should be")
-    return int(payload[0]) - EXPONENT_OFFSET
-
-
 def _encode_blocks(upload: BlockUpload, threads: int | None) -> bytes:
     bits = np.ascontiguousarray(upload.steps).view(np.uint32)
-    planes = [Plane((bits >> np.uint32(shift)).astype(np.uint8), BYTES) for shift in (16, 24)]
-    steps = encode_planes(planes, threads)
-    levels = encode_planes([Plane(upload.levels, BLOCK_LEVELS)], threads)
-    return write_varint(len(steps)) + steps + levels
+    steps = encode_planes(split_bytes(bits >> np.uint32(16), [BYTES] * 2), threads)
+    return write_part(steps) + encode_planes([Plane(upload.levels, BLOCK_LEVELS)], threads)
 
 
 def _decode_blocks(
-    payload: NDArray[np.uint8], length: int, threads: int | None, block: int
+    reader: Reader, length: int, threads: int | None, block: int = BLOCK
 ) -> BlockUpload:
-    coded, rest = read_part(payload, 0, "the steps claim")
-    low, high = decode_planes(coded, [BYTES] * 2, num_blocks(length, block), threads)
-    bits = low.astype(np.uint32) << np.uint32(16) | high.astype(np.uint32) << np.uint32(24)
-    (levels,) = decode_planes(rest, [BLOCK_LEVELS], length, threads)
-    return BlockUpload(levels, bits.view(np.float32), block)
+    coded = reader.part("a list of steps")
+    planes = decode_planes(coded, [BYTES] * 2, num_blocks(length, block), threads)
+    steps = (join_bytes(planes, np.uint32) << np.uint32(16)).view(np.float32)
+    (levels,) = decode_planes(reader.rest(), [BLOCK_LEVELS], length, threads)
+    return BlockUpload(levels, steps, block)
+
+
+def _decode_buckets(reader: Reader, length: int, threads: int | None) -> BlockUpload:
+    block = reader.varint()
+    if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
+        raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
+    return _decode_blocks(reader, length, threads, block)
 
 
 def _encode_rotated(upload: RotatedUpload) -> bytes:
     scales = upload.scales.astype("<f4", copy=False).tobytes()
-    head = b"" if upload.width == 1 else bytes([upload.width])
-    codes = pack(upload.signs, upload.width).tobytes()
-    return head + struct.pack("<I", upload.seed) + scales + codes
+    return struct.pack("<I", upload.seed) + scales + pack(upload.signs, upload.width).tobytes()
 
 
-def _decode_rotated(payload: NDArray[np.uint8], length: int, width: int) -> RotatedUpload:
+def _decode_rotated(reader: Reader, length: int, _: int | None, width: int = 1) -> RotatedUpload:
     lengths = block_lengths(length)
-    start = SEED_BYTES + SCALE_BYTES * len(lengths)
-    if len(payload) < start:
-        raise WireError(f"seed and {len(lengths)} scales take {start} bytes, not {len(payload)}")
-    seed = int.from_bytes(payload[:SEED_BYTES].tobytes(), "little")
-    scales = np.frombuffer(payload[SEED_BYTES:start].tobytes(), "<f4").astype(np.float32)
-    signs = unpack(payload[start:], width, sum(lengths)).astype(np.uint8, copy=False)
+    seed = int(reader.array(1, "<u4", "the seed")[0])
+    scales = reader.array(len(lengths), "<f4", "the scales").astype(np.float32)
+    signs = unpack(reader.rest(), width, sum(lengths)).astype(np.uint8, copy=False)
     return RotatedUpload(signs, scales, seed, length, width)
+
+
+def _decode_turned(reader: Reader, length: int, threads: int | None) -> RotatedUpload:
+    width = reader.byte("the width of its codes")
+    if width not in WIDTHS or width == 1:
+        raise WireError(f"codes of {width} bits are not what mode TURNED has")
+    return _decode_rotated(reader, length, threads, width)
+
+
+_DECODERS: dict[Mode, Callable[[Reader, int, int | None], Values]] = {
+    Mode.DENSE: _decode_dense,
+    Mode.DENSE_CODED: _decode_dense_coded,
+    Mode.HALF: _decode_half,
+    Mode.SPARSE: _decode_sparse,
+    Mode.BLOCKS: _decode_blocks,
+    Mode.ROTATED: _decode_rotated,
+    Mode.BUCKETS: _decode_buckets,
+    Mode.TURNED: _decode_turned,
+}
 
 
 WIDTH = 2
@@ -222,10 +237,9 @@ def few_places(upload: Upload) -> IntArray | None:
     """Return where the levels are not zero, if they are three and these places are few."""
     if upload.width != WIDTH or upload.grid is not Grid.MIDTREAD:
         return None
-    count = len(upload) - int(np.count_nonzero(upload.levels == ZERO))
-    if count * _MOST_OF_LENGTH > len(upload):
-        return None
-    return np.flatnonzero(upload.levels != ZERO)
+    is_place = upload.levels != ZERO
+    few = int(np.count_nonzero(is_place)) * _MOST_OF_LENGTH <= len(upload)
+    return np.flatnonzero(is_place) if few else None
 
 
 def is_best(places: IntArray) -> bool:
@@ -253,11 +267,12 @@ def encode_gaps(upload: Upload, places: IntArray) -> bytes:
 
 
 def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
-    count, start = read_varint(payload, 0)
+    reader = Reader(payload)
+    count = reader.varint()
     if count > length:
         raise WireError(f"{count} levels of {length} are said not to be zero")
     levels = np.full(length, ZERO, np.uint8)
-    bits = np.ascontiguousarray(payload[start:])
+    bits = np.ascontiguousarray(reader.rest())
     used = _read(bits, levels, count, rice_parameter(length, count))
     if used < 0:
         raise WireError(f"the places of {count} levels end beyond the frame or the last parameter")

@@ -15,13 +15,14 @@ Invariants, which bound every shift and product below, on hostile input too:
   end with every lane at ``LOW`` and every word read.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.errors import WireError
 from aqg.jit import njit, part
+from aqg.wire.tables import Table
 
 MANY_LANES = 8
 WORD_BITS = 16
@@ -29,56 +30,21 @@ LOW_BITS = 24
 STATE_BITS = LOW_BITS + WORD_BITS
 STATE_BYTES = STATE_BITS // 8
 LOW = 1 << LOW_BITS
-MAX_SCALE_BITS = 16
 
 
-class Ranges(NamedTuple):
-    """The ranges of all symbols in ``0..2^scale_bits - 1``."""
-
-    scale_bits: int
-    frequencies: NDArray[np.int64]
-    starts: NDArray[np.int64]
-
-
-class Steps(NamedTuple):
-    """What the encoder looks up for a symbol of frequency ``f``.
-
-    ``limits`` are ``f·2^(40 - scale_bits)``: a state below it stays under ``2^40``. ``inverses``
-    are ``1/f`` rounded up. For ``x < 2^40`` the float64 product ``x·inverse`` exceeds ``x/f`` by
-    less than ``2^-11/f``, and ``x/f`` is at least ``1/f`` below the next integer, so the integer
-    part of the product is ``x div f`` exactly: a division without dividing. It is less than
-    ``2^31``, and so are ``M - f`` and ``start``, which ``gains`` hold in its lower and upper half:
-    one load serves both, and the product with ``M - f`` is one of 32 bits, the fastest there is.
-    """
-
-    limits: NDArray[np.int64]
-    inverses: NDArray[np.float64]
-    gains: NDArray[np.uint64]
-
-
-def make_ranges(frequencies: NDArray[np.int64], scale_bits: int) -> Ranges:
-    """Lay out ``frequencies``, which sum to ``2^scale_bits``, one after the other."""
-    return Ranges(scale_bits, frequencies, np.cumsum(frequencies) - frequencies)
-
-
-def _make_steps(ranges: Ranges) -> Steps:
-    scale_bits, frequencies, starts = ranges
-    size = len(frequencies)
-    steps = Steps(np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
-    _fill_steps(scale_bits, frequencies, starts, *steps)
-    return steps
-
-
-def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> bytes:
+def encode_symbols(symbols: NDArray[np.uint8], table: Table, lanes: int) -> bytes:
     """Code ``symbols``: the lanes' final states of five bytes each, then the words.
 
-    >>> ranges = make_ranges(np.array([1, 3]), 2)
-    >>> encode_symbols(np.array([1, 1, 0, 1], np.uint8), ranges, lanes=1).hex()
+    >>> table = Table(np.array([1, 3]), peak=1, scale_bits=2, precision=7)
+    >>> encode_symbols(np.array([1, 1, 0, 1], np.uint8), table, lanes=1).hex()
     '65427b0900'
     """
+    size = len(table.frequencies)
+    steps = (np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
+    _fill_steps(table.scale_bits, table.frequencies, *steps)
     words = np.empty(len(symbols), np.uint16)  # a symbol gives at most one word
     states = np.empty(lanes, np.int64)
-    num_words = _encode(symbols, *_make_steps(ranges), states, words)
+    num_words = _encode(symbols, *steps, states, words)
     used = words[len(words) - num_words :].astype("<u2", copy=False)
     return states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, :STATE_BYTES].tobytes() + (
         used.tobytes()
@@ -86,7 +52,7 @@ def encode_symbols(symbols: NDArray[np.uint8], ranges: Ranges, lanes: int) -> by
 
 
 def decode_symbols(
-    data: NDArray[np.uint8], ranges: Ranges, lanes: int, symbols: NDArray[np.uint8]
+    data: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
 ) -> None:
     """Fill ``symbols`` with what `encode_symbols` coded into ``data``; refuse any other bytes."""
     num_state_bytes = lanes * STATE_BYTES
@@ -97,11 +63,10 @@ def decode_symbols(
     states = padded.view("<i8").ravel().astype(np.int64)
     if int(states.min()) < LOW:
         raise WireError(f"a coder state is {int(states.min())}, below {LOW}")
-    slots = np.repeat(np.arange(len(ranges.frequencies), dtype=np.uint8), ranges.frequencies)
-    words = data[num_state_bytes:]
-    num_read = _decode(
-        words, ranges.scale_bits, ranges.frequencies, ranges.starts, slots, states, symbols
-    )
+    frequencies, words = table.frequencies, data[num_state_bytes:]
+    slots = np.repeat(np.arange(len(frequencies), dtype=np.uint8), frequencies)
+    starts = np.cumsum(frequencies) - frequencies
+    num_read = _decode(words, table.scale_bits, frequencies, starts, slots, states, symbols)
     if num_read < 0:
         raise WireError(f"the coded symbols need more than the {len(words)} bytes of the payload")
     if num_read != len(words):
@@ -111,13 +76,22 @@ def decode_symbols(
 
 
 @njit()
-def _fill_steps(
-    scale_bits: Any, frequencies: Any, starts: Any, limits: Any, inverses: Any, gains: Any
-) -> None:
+def _fill_steps(scale_bits: Any, frequencies: Any, limits: Any, inverses: Any, gains: Any) -> None:
+    """Write what the encoder looks up for a symbol of frequency ``f``.
+
+    ``limits`` are ``f·2^(40 - scale_bits)``: a state below it stays under ``2^40``. ``inverses``
+    are ``1/f`` rounded up. For ``x < 2^40`` the float64 product ``x·inverse`` exceeds ``x/f`` by
+    less than ``2^-11/f``, and ``x/f`` is at least ``1/f`` below the next integer, so the integer
+    part of the product is ``x div f`` exactly: a division without dividing. It is less than
+    ``2^31``, and so are ``M - f`` and ``start``, which ``gains`` hold in its lower and upper half:
+    one load serves both, and the product with ``M - f`` is one of 32 bits, the fastest there is.
+    """
+    start = 0
     for i in range(len(frequencies)):
         limits[i] = frequencies[i] << (STATE_BITS - scale_bits)
         inverses[i] = np.nextafter(1.0 / max(frequencies[i], 1), 2.0)
-        gains[i] = starts[i] << 32 | (1 << scale_bits) - frequencies[i]
+        gains[i] = start << 32 | (1 << scale_bits) - frequencies[i]
+        start += frequencies[i]
 
 
 @part(forceinline=True)

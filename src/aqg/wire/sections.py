@@ -11,7 +11,8 @@ of its own, so that several threads can work on one message.
 """
 
 import enum
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,11 @@ from aqg.errors import WireError
 from aqg.jit import njit
 from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols, make_ranges
+from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols
 from aqg.wire.tables import MIN_SCALE_BITS, Table, choose_table, least_bits, read_table, write_table
-from aqg.wire.varint import read_part, write_varint
+from aqg.wire.varint import Reader, write_part
+
+Unsigned = TypeVar("Unsigned", np.uint16, np.uint32, np.uint64)
 
 MANY_LANES_BYTES = 1 << 14
 """Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
@@ -95,8 +98,7 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
     if plan is not None:
         coded = bytes([plan.head]) + write_table(plan.table)
         if not plan.table.is_constant:
-            ranges = make_ranges(plan.table.frequencies, plan.table.scale_bits)
-            coded += encode_symbols(plan.symbols, ranges, plan.lanes)
+            coded += encode_symbols(plan.symbols, plan.table, plan.lanes)
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
     packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width, threads=1)
@@ -136,8 +138,7 @@ def _decode_coded(
     payload: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
 ) -> None:
     if not table.is_constant:
-        ranges = make_ranges(table.frequencies, table.scale_bits)
-        decode_symbols(payload, ranges, lanes, symbols)
+        decode_symbols(payload, table, lanes, symbols)
         return
     if len(payload):
         raise WireError(f"{len(payload)} bytes follow a table with a single symbol")
@@ -240,18 +241,34 @@ def split_levels(upload: Upload) -> list[Plane]:
     if len(alphabets) == 1:
         return [Plane(upload.levels.astype(np.uint8, copy=False), alphabets[0])]
     shifted = upload.levels - np.uint16((1 << (upload.width - 1)) - 128)
-    shifted &= np.uint16((1 << upload.width) - 1)
-    parts = (shifted.astype(np.uint8), (shifted >> np.uint16(8)).astype(np.uint8))
-    return [Plane(*plane) for plane in zip(parts, alphabets, strict=True)]
+    return split_bytes(shifted & np.uint16((1 << upload.width) - 1), alphabets)
 
 
 def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
     if len(planes) == 1:
         return planes[0]
-    shifted = planes[0] | planes[1].astype(np.uint16) << np.uint16(8)
+    shifted = join_bytes(planes, np.uint16)
     shifted += np.uint16((1 << (width - 1)) - 128)
     shifted &= np.uint16((1 << width) - 1)
     return shifted
+
+
+def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Plane]:
+    """Return one plane per byte, the lowest first."""
+    kind = numbers.dtype.type
+    return [
+        Plane((numbers >> kind(8 * place)).astype(np.uint8), alphabet)
+        for place, alphabet in enumerate(alphabets)
+    ]
+
+
+def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:
+    """Undo `split_bytes`."""
+    numbers = planes[-1].astype(kind)
+    for plane in planes[-2::-1]:
+        numbers <<= kind(8)
+        numbers |= plane
+    return numbers
 
 
 def split_dense(values: NDArray[np.float32]) -> list[Plane]:
@@ -271,15 +288,7 @@ def _split(bits: Any, planes: Any) -> None:
         planes[3, i] = rotated >> np.uint32(24)
 
 
-def join_dense(planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    rotated = planes[3].astype(np.uint32)
-    for plane in planes[2::-1]:
-        rotated <<= np.uint32(8)
-        rotated |= plane
-    return (rotated >> np.uint32(1) | rotated << np.uint32(31)).view(np.float32)
-
-
-def encode_planes(planes: list[Plane], threads: int | None) -> bytes:
+def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:
     """Write all planes, block by block.
 
     >>> encode_planes([Plane(np.zeros(100, np.uint8), BYTES)] * 2, threads=1).hex()
@@ -290,11 +299,14 @@ def encode_planes(planes: list[Plane], threads: int | None) -> bytes:
     sections = map_threads(lambda piece: encode_section(*piece), pieces, threads)
     if len(sections) == 1:
         return sections[0]
-    return b"".join(write_varint(len(section)) + section for section in sections)
+    return b"".join(map(write_part, sections))
 
 
 def decode_planes(
-    payload: NDArray[np.uint8], alphabets: list[Alphabet], length: int, threads: int | None
+    payload: NDArray[np.uint8],
+    alphabets: list[Alphabet],
+    length: int,
+    threads: int | None = None,
 ) -> list[NDArray[np.uint8]]:
     """Return one plane of ``length`` symbols per alphabet; they may reach up to ``2^width - 1``."""
     planes = [Plane(np.empty(length, np.uint8), alphabet) for alphabet in alphabets]
@@ -329,10 +341,7 @@ def _cut(payload: NDArray[np.uint8], num_sections: int) -> list[NDArray[np.uint8
     """Cut the payload into sections, by their number of bytes where there are several."""
     if num_sections == 1:
         return [payload]
-    sections = []
-    for index in range(num_sections):
-        section, payload = read_part(payload, 0, f"section {index} claims")
-        sections.append(section)
-    if len(payload):
-        raise WireError(f"{len(payload)} bytes follow the last section")
+    reader = Reader(payload)
+    sections = [reader.part(f"section {index}") for index in range(num_sections)]
+    reader.finish("the last section")
     return sections

@@ -3,7 +3,6 @@
 ``docs/reference/frame-format.md`` describes each byte, and how far off values are.
 """
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,13 +10,12 @@ import numpy as np
 
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.errors import WireError
-from aqg.wire.varint import read_zigzag, write_zigzag
+from aqg.wire.varint import Reader, seal, write_zigzag
 
 PRECISIONS = ("half", "byte", "change")
 """Byte 1 of a frame counts them from 1."""
 
 _MARK = 0x51
-_CRC_BYTES = 4
 _MANTISSA = 15
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _EXPONENTS = range(-1100, 1101)
@@ -86,42 +84,35 @@ def encode_statistics(
             exponent = _exponent(values)
             halves = np.ldexp(values, _MANTISSA - exponent).astype("<f2")
             parts += [write_zigzag(exponent), halves.tobytes()]
-    body = b"".join(parts)
-    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+    return seal(b"".join(parts))
 
 
 def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMessage:
     """Return what `encode_statistics` wrote; raise `WireError` on anything else."""
-    num_flags = (len(sections) + 7) // 8
-    if len(data) < 2 + num_flags + _CRC_BYTES:
-        raise WireError(f"a frame of statistics has at least {2 + num_flags + _CRC_BYTES} bytes")
-    body, crc = data[:-_CRC_BYTES], data[-_CRC_BYTES:]
-    if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != crc:
-        raise WireError("the checksum of the statistics is wrong")
-    if body[0] != _MARK or not 1 <= body[1] <= len(PRECISIONS):
-        raise WireError(f"bytes {body[:2].hex()} do not begin a frame of statistics")
-    precision = PRECISIONS[body[1] - 1]
-    sent, position = _read_flags(body, 2, len(sections))
-    short = None
+    reader = Reader.of_sealed(data, "the frame of statistics", 2 + (len(sections) + 7) // 8)
+    mark, number = reader.byte("its mark"), reader.byte("its precision")
+    if mark != _MARK or not 1 <= number <= len(PRECISIONS):
+        raise WireError(f"bytes {data[:2].hex()} do not begin a frame of statistics")
+    precision = PRECISIONS[number - 1]
+    sent, short = _read_flags(reader, len(sections)), None
     if precision in _SHORT:
-        short, position = _read_flags(body, position, len(sections))
+        short = _read_flags(reader, len(sections))
         wrong = [s.is_integer or not is_sent for s, is_sent in zip(sections, sent, strict=True)]
         if (short & wrong).any():
             raise WireError(f"tensor {int((short & wrong).argmax())} cannot be in the short form")
     values = np.zeros(sum(s.size for s in sections if not s.is_integer))
     counts = np.zeros(sum(s.size for s in sections if s.is_integer), np.int64)
     for index, place in enumerate(_places(sections)):
-        section = sections[index]
+        size = sections[index].size
         if not sent[index]:
             continue
-        if section.is_integer:
-            counts[place], position = _read_integers(body, position, section.size)
+        if sections[index].is_integer:
+            counts[place] = [reader.zigzag() for _ in range(size)]
         elif short is not None and short[index]:
-            values[place], position = _read_short(body, position, section.size, precision)
+            values[place] = _read_short(reader, size, precision)
         else:
-            values[place], position = _read_halves(body, position, section.size)
-    if position != len(body):
-        raise WireError(f"{len(body) - position} bytes follow the last tensor")
+            values[place] = _read_halves(reader, size)
+    reader.finish("the last tensor")
     return StatisticsMessage(values, counts, sent, short, precision == "change")
 
 
@@ -137,15 +128,12 @@ def _pack_flags(flags: BoolArray) -> bytes:
     return np.packbits(flags, bitorder="little").tobytes()
 
 
-def _read_flags(body: bytes, position: int, number: int) -> tuple[BoolArray, int]:
-    end = position + (number + 7) // 8
-    if end > len(body):
-        raise WireError(f"the statistics end at byte {len(body)}, inside the flags")
-    packed = np.frombuffer(body[position:end], np.uint8)
+def _read_flags(reader: Reader, number: int) -> BoolArray:
+    packed = reader.take((number + 7) // 8, "the flags")
     bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
     if bits[number:].any():
         raise WireError(f"flags beyond the {number} tensors are set")
-    return bits[:number], end
+    return bits[:number]
 
 
 def _require_finite(values: FloatArray) -> None:
@@ -173,13 +161,10 @@ def _to_short(values: Float64Array, precision: str) -> bytes:
     return write_zigzag(exponent) + codes.astype(np.uint8).tobytes()
 
 
-def _read_short(body: bytes, position: int, size: int, precision: str) -> tuple[Float64Array, int]:
-    exponent, position = _read_exponent(body, position)
+def _read_short(reader: Reader, size: int, precision: str) -> Float64Array:
+    exponent = _read_exponent(reader)
     magnitudes = _SHORT[precision]
-    end = position + (size if precision == "byte" else (size + 1) // 2)
-    if end > len(body):
-        raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
-    codes = np.frombuffer(body[position:end], np.uint8)
+    codes = reader.take(size if precision == "byte" else (size + 1) // 2, "a tensor")
     if precision == "change":
         codes = np.stack([codes & 15, codes >> 4], axis=1).ravel()
         if codes[size:].any():
@@ -188,36 +173,23 @@ def _read_short(body: bytes, position: int, size: int, precision: str) -> tuple[
     if (codes == len(magnitudes)).any():
         raise WireError("a zero among the statistics has a sign")
     signs = np.where(codes > len(magnitudes), -1.0, 1.0)
-    with np.errstate(over="ignore"):  # looked at in the line after
-        values = np.ldexp(signs * magnitudes[codes % len(magnitudes)], exponent)
-    _require_finite(values)
-    return values, end
+    return _scaled(signs * magnitudes[codes % len(magnitudes)], exponent)
 
 
-def _read_halves(body: bytes, position: int, size: int) -> tuple[Float64Array, int]:
-    exponent, position = _read_exponent(body, position)
-    end = position + 2 * size
-    if end > len(body):
-        raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
+def _read_halves(reader: Reader, size: int) -> Float64Array:
+    exponent = _read_exponent(reader)
+    return _scaled(reader.array(size, "<f2", "a tensor").astype(np.float64), exponent - _MANTISSA)
+
+
+def _scaled(values: Float64Array, exponent: int) -> Float64Array:
     with np.errstate(over="ignore", invalid="ignore"):  # looked at in the line after
-        values = np.frombuffer(body[position:end], "<f2").astype(np.float64)
-        values = np.ldexp(values, exponent - _MANTISSA)
+        values = np.ldexp(values, exponent)
     _require_finite(values)
-    return values, end
+    return values
 
 
-def _read_exponent(body: bytes, position: int) -> tuple[int, int]:
-    exponent, position = read_zigzag(body, position)
+def _read_exponent(reader: Reader) -> int:
+    exponent = reader.zigzag()
     if exponent not in _EXPONENTS:
         raise WireError(f"exponent {exponent} of a tensor is outside -1100..1100")
-    return exponent, position
-
-
-def _read_integers(body: bytes, position: int, size: int) -> tuple[list[int], int]:
-    if size > len(body) - position:
-        raise WireError(f"the statistics end at byte {len(body)}, inside a tensor")
-    numbers = []
-    for _ in range(size):
-        number, position = read_zigzag(body, position)
-        numbers.append(number)
-    return numbers, position
+    return exponent

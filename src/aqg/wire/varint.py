@@ -1,4 +1,8 @@
-"""Integers in as many bytes as they need, seven bits to a byte, lowest first."""
+"""Frames from front to back: integers in as many bytes as they need, parts, and the checksum."""
+
+import struct
+import zlib
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +14,7 @@ MAX_BYTES = 9
 
 
 def write_varint(value: int) -> bytes:
-    """Encode ``value``; the high bit of a byte says that more follow.
+    """Encode ``value``, seven bits to a byte, lowest first; the high bit says that more follow.
 
     >>> write_varint(0).hex(), write_varint(127).hex(), write_varint(7850).hex()
     ('00', '7f', 'aa3d')
@@ -55,22 +59,78 @@ def read_varint(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, in
     raise WireError(f"the varint at byte {position} is longer than {MAX_BYTES} bytes")
 
 
-def read_part(
-    data: NDArray[np.uint8], position: int, what: str
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return so many bytes as the varint at ``position`` says, and all that follow them."""
-    size, start = read_varint(data, position)
-    if size > len(data) - start:
-        raise WireError(f"{what} {size} bytes where {len(data) - start} are left")
-    return data[start : start + size], data[start + size :]
-
-
 def write_zigzag(number: int) -> bytes:
     """Encode an integer with a sign: 0, -1, 1, -2 and so on as 0, 1, 2, 3."""
     return write_varint(2 * number if number >= 0 else -2 * number - 1)
 
 
-def read_zigzag(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, int]:
-    """Undo `write_zigzag`; return the integer and the position after it."""
-    code, position = read_varint(data, position)
-    return code >> 1 if code % 2 == 0 else -(code >> 1) - 1, position
+def write_part(payload: bytes) -> bytes:
+    return write_varint(len(payload)) + payload
+
+
+CRC_BYTES = 4
+
+
+def seal(body: bytes) -> bytes:
+    """Return a body with its CRC-32 behind it."""
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+class Reader:
+    """Reads a frame from front to back; `WireError` where it ends before what is asked for."""
+
+    def __init__(self, data: bytes | NDArray[np.uint8], what: str = "the frame") -> None:
+        self._data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        self._position = 0
+        self._what = what
+
+    @classmethod
+    def of_sealed(cls, data: bytes, what: str, least: int) -> Self:
+        """Read what `seal` returned for a body of at least so many bytes."""
+        if len(data) < least + CRC_BYTES:
+            raise WireError(f"{what} has at least {least + CRC_BYTES} bytes, not {len(data)}")
+        body = data[:-CRC_BYTES]
+        if zlib.crc32(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
+            raise WireError(f"the checksum of {what} is wrong: it is damaged")
+        return cls(body, what)
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._position
+
+    def take(self, size: int, what: str) -> NDArray[np.uint8]:
+        if size > self.left:
+            raise WireError(f"{self._what} ends at byte {len(self._data)}, inside {what}")
+        self._position += size
+        return self._data[self._position - size : self._position]
+
+    def byte(self, what: str) -> int:
+        return int(self.take(1, what)[0])
+
+    def array(self, count: int, kind: str, what: str) -> NDArray[Any]:
+        """Return a copy of so many numbers of a NumPy type."""
+        return np.frombuffer(self.take(count * np.dtype(kind).itemsize, what).tobytes(), kind)
+
+    def varint(self) -> int:
+        value, self._position = read_varint(self._data, self._position)
+        return value
+
+    def zigzag(self) -> int:
+        """Undo `write_zigzag`."""
+        code = self.varint()
+        return code >> 1 if code % 2 == 0 else -(code >> 1) - 1
+
+    def part(self, what: str) -> NDArray[np.uint8]:
+        """Undo `write_part`."""
+        size = self.varint()
+        if size > self.left:
+            raise WireError(f"{what} claims {size} bytes where {self.left} are left")
+        return self.take(size, what)
+
+    def rest(self) -> NDArray[np.uint8]:
+        return self.take(self.left, "it")
+
+    def finish(self, last: str) -> None:
+        """Refuse bytes that nobody has asked for."""
+        if self.left:
+            raise WireError(f"{self.left} bytes follow {last}")

@@ -17,8 +17,16 @@ from aqg.core.types import FloatArray
 from aqg.errors import WireError
 from aqg.wire import frame
 from aqg.wire.payloads import Mode
-from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import read_part, read_varint, read_zigzag, write_varint, write_zigzag
+from aqg.wire.sections import (
+    BYTES,
+    Alphabet,
+    Plane,
+    decode_planes,
+    encode_planes,
+    join_bytes,
+    split_bytes,
+)
+from aqg.wire.varint import Reader, write_part, write_varint, write_zigzag
 
 BITS, LATTICE, TABLE = range(3)
 _MOST_BITS = 32
@@ -41,7 +49,7 @@ class _Difference(NamedTuple):
     planes: list[Plane]
 
 
-def encode_vector(new: FloatArray, old: FloatArray, threads: int | None = None) -> bytes:
+def encode_vector(new: FloatArray, old: FloatArray) -> bytes:
     """Write ``new`` for a reader that has ``old``.
 
     >>> old = np.zeros(8)
@@ -51,46 +59,47 @@ def encode_vector(new: FloatArray, old: FloatArray, threads: int | None = None) 
     difference = _measure(new, old)
     if not len(new):
         return b""
-    mode, payload = frame.encode_levels(difference.places, None, threads)
-    parts = [bytes([difference.kind, mode]), write_varint(len(payload)), payload]
+    mode, payload = frame.encode_levels(difference.places, None, None)
+    parts = [bytes([difference.kind, mode]), write_part(payload)]
     if difference.planes:
-        parts += [_write_head(difference), encode_planes(difference.planes, threads)]
+        parts += [_write_head(difference), encode_planes(difference.planes)]
     return b"".join(parts)
 
 
-def decode_vector(data: NDArray[np.uint8], old: FloatArray, threads: int | None = None) -> Any:
+def decode_vector(data: NDArray[np.uint8], old: FloatArray) -> Any:
     """Return the vector that `encode_vector` wrote; raise `WireError` on anything else.
 
     Memory is taken in proportion to the vector only.
     """
     if not len(old) and not len(data):
         return old.copy()
-    if len(data) < 2:
-        raise WireError(f"a vector has at least 2 bytes, not {len(data)}")
-    kind, mode = int(data[0]), int(data[1])
+    reader = Reader(data, "the vector")
+    kind, mode = reader.byte("its kind"), reader.byte("its mode")
     if kind not in (BITS, LATTICE, TABLE):
         raise WireError(f"a vector of kind {kind}; it must be at most {TABLE}")
     if mode not in _PLACES_MODES:
         raise WireError(f"the places of a vector are coded in mode {mode}, which holds none")
-    payload, rest = read_part(data, 2, "the places claim")
-    levels = frame.decode_levels(Mode(mode), payload, 2, Grid.MIDTREAD, len(old), threads)
+    payload = reader.part("the places of a vector")
+    levels = frame.decode_levels(Mode(mode), payload, 2, Grid.MIDTREAD, len(old), None)
     if len(levels) and int(levels.max()) > 2:
         raise WireError(f"a place holds {int(levels.max())}; it must be below 3")
     count = int(np.count_nonzero(levels != 1))
     if not count:
-        if len(rest):
-            raise WireError(f"{len(rest)} bytes follow the places of a vector without changes")
+        reader.finish("the places of a vector without changes")
         return old.copy()
-    if kind == BITS:
-        planes = decode_planes(rest, [BYTES] * old.dtype.itemsize, count, threads)
-        table, exponent = None, 0
-    else:
-        planes, table, exponent = _read_magnitudes(kind, rest, count, threads)
+    table, exponent, alphabets = None, 0, [BYTES] * old.dtype.itemsize
+    if kind != BITS:
+        table, exponent, alphabets = _read_head(reader, kind)
+    planes = decode_planes(reader.rest(), alphabets, count)
+    if table is not None and int(planes[0].max()) >= len(table):
+        raise WireError(
+            f"a magnitude has index {int(planes[0].max())}; {len(table) - 1} is the last"
+        )
     new, done = old.copy(), 0
     for begin in range(0, len(old), _BLOCK):  # a block at a time: temporaries are several times it
         block = slice(begin, begin + _BLOCK)
         places = np.flatnonzero(levels[block] != 1)
-        part = _join([plane[done : done + len(places)] for plane in planes])
+        part = join_bytes([plane[done : done + len(places)] for plane in planes], np.uint64)
         part = part if table is None else table[part]
         done += len(places)
         is_negative = levels[block][places] == 0
@@ -130,7 +139,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     is_negative = gaps >= top
     levels[indices] = np.where(is_negative, 0, 2)
     magnitudes = np.where(is_negative, 0 - gaps, gaps)
-    planes = _planes(magnitudes, gaps.itemsize)
+    planes = split_bytes(magnitudes, [BYTES] * gaps.itemsize)
     return _Difference(BITS, _signs(levels), 0, np.zeros(0, np.uint64), planes)
 
 
@@ -148,7 +157,7 @@ def _multiples(places: Upload, multiples: NDArray[np.uint64], exponent: int) -> 
         plane = Plane(indices.astype(np.uint8), _index_alphabet(len(table)))
         return _Difference(TABLE, places, exponent, table.astype(np.uint64), [plane])
     num_bytes = (largest.bit_length() + 7) // 8
-    planes = _planes(multiples, num_bytes)
+    planes = split_bytes(multiples, [BYTES] * num_bytes)
     return _Difference(LATTICE, places, exponent, np.zeros(0, np.uint64), planes)
 
 
@@ -173,20 +182,6 @@ def _signs(levels: NDArray[np.uint8]) -> Upload:
     return Upload(levels, 1.0, 2, Grid.MIDTREAD)
 
 
-def _planes(numbers: NDArray[Any], count: int) -> list[Plane]:
-    kind = numbers.dtype.type
-    return [Plane((numbers >> kind(8 * k)).astype(np.uint8), BYTES) for k in range(count)]
-
-
-def _join(planes: list[NDArray[np.uint8]]) -> NDArray[np.uint64]:
-    numbers = np.zeros(len(planes[0]), np.uint64)
-    for begin in range(0, len(numbers), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        for place, plane in enumerate(planes):
-            numbers[block] |= plane[block].astype(np.uint64) << np.uint64(8 * place)
-    return numbers
-
-
 def _write_head(difference: _Difference) -> bytes:
     if difference.kind == BITS:
         return b""
@@ -198,29 +193,22 @@ def _write_head(difference: _Difference) -> bytes:
     return head + bytes([len(table) - 1]) + b"".join(map(write_varint, steps))
 
 
-def _read_magnitudes(
-    kind: int, data: NDArray[np.uint8], count: int, threads: int | None
-) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint64] | None, int]:
-    exponent, start = read_zigzag(data, 0)
+def _read_head(reader: Reader, kind: int) -> tuple[NDArray[np.uint64] | None, int, list[Alphabet]]:
+    """Return the table of a vector that has one, the exponent, and what its planes hold."""
+    exponent = reader.zigzag()
     if exponent not in _EXPONENTS:
         raise WireError(f"exponent {exponent} of a vector is outside -1200..1200")
-    if start >= len(data):
-        raise WireError("the vector ends before its magnitudes")
-    number, start = int(data[start]), start + 1
+    number = reader.byte("its magnitudes")
     if kind == LATTICE:
-        if not 1 <= number <= (_MOST_BITS + 7) // 8:
+        if not 1 <= number <= _MOST_BITS // 8:
             raise WireError(f"multiples of {number} bytes; they have 1 to {_MOST_BITS // 8}")
-        planes = decode_planes(data[start:], [BYTES] * number, count, threads)
-        return planes, None, exponent
+        return None, exponent, [BYTES] * number
     table = np.empty(number + 1, np.uint64)
     value = 0
     for index in range(number + 1):
-        step, start = read_varint(data, start)
+        step = reader.varint()
         value += step
         if not step > 0 or value >> _MOST_BITS:
             raise WireError(f"the table of magnitudes holds {value} after a step of {step}")
         table[index] = value
-    (indices,) = decode_planes(data[start:], [_index_alphabet(number + 1)], count, threads)
-    if int(indices.max()) > number:
-        raise WireError(f"a magnitude has index {int(indices.max())}; {number} is the last")
-    return [indices], table, exponent
+    return table, exponent, [_index_alphabet(number + 1)]

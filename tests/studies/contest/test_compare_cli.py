@@ -1,11 +1,6 @@
 """``aqg compare`` as a user meets it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +10,8 @@ from aqg.runs.directory import CHECKPOINT, ROUNDS, read_lines
 from aqg.runs.files import locked
 from aqg.studies.contest.plan import TRIALS, Comparison, read_outcomes
 from aqg.studies.contest.tasks import TASKS
+
+from tests.commands import interrupt, refuse, started, wait_for
 
 FILES = {"compare.json", "trials.jsonl", "results.json", "tables.md", "frontier.png"}
 
@@ -139,23 +136,11 @@ def test_one_command_at_a_time(finished, capsys):
 def test_a_trial_that_was_interrupted_goes_on(tmp_path):
     """Ctrl-C in the middle of a trial saves it, and the results are those of one go."""
     arguments = ["compare", "fedavg", "--task", "digits-softmax", "--seeds", "1", "--jobs", "1"]
-    command = [sys.executable, "-m", "aqg", *arguments, "--out", "cut"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, start_new_session=True
-    )
     trial = tmp_path / "cut" / "digits-softmax" / "fedavg" / "fedavg-step-2-seed-0"
-    try:
-        deadline = time.monotonic() + 120
-        while not (trial / ROUNDS).exists():
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "stopped with 0 runs finished; everything is saved" in errors
+    with started(*arguments, "--out", "cut", cwd=tmp_path) as process:
+        wait_for(process, (trial / ROUNDS).exists)
+        errors = interrupt(process)
+    assert "stopped with 0 runs finished" in errors
     assert "Go on with: aqg compare --resume cut" in errors
     assert (trial / CHECKPOINT).exists()
     num_rounds = len(read_lines(trial))
@@ -189,9 +174,4 @@ def test_a_trial_that_was_interrupted_goes_on(tmp_path):
 )
 def test_mistakes_are_explained_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_app(["compare", *arguments]) != 0
-    error = capsys.readouterr().err
-    assert error.startswith("aqg: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    refuse(capsys, "compare", *arguments, message=message)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,8 @@ from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import FIXED
 from aqg.studies.contest.plan import PLAN, TRIALS, Comparison, make_config, read_outcomes
 from aqg.studies.contest.tasks import TASKS, in_order, make_own_task
+
+from tests.commands import refuse
 
 pytest.importorskip("torch")
 
@@ -76,15 +77,8 @@ def begun(home, monkeypatch, tmp_path):
     return copy
 
 
-def refuse(capsys, *arguments, message):
-    before = sorted(Path().rglob("*"))
-    assert run_app(["compare", "--jobs", "1", *map(str, arguments)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("aqg: error: ")
-    assert message in line
-    assert sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts) == [
-        path for path in before if "__pycache__" not in path.parts
-    ]
+def refused(capsys, *arguments, message):
+    refuse(capsys, "compare", "--jobs", "1", *arguments, message=message)
 
 
 def test_the_task_is_what_aqg_run_would_run(home):
@@ -139,7 +133,7 @@ def test_a_report_shows_the_runs(home, tmp_path, capsys):
 def test_going_on(begun, home, capsys):
     assert len(read_outcomes(begun)) == 3
     message = "which the command line does not name; add --allow-code"
-    refuse(capsys, "--resume", begun, message=message)
+    refused(capsys, "--resume", begun, message=message)
     arguments = ["--resume", str(begun), "fedavg", "--again", "onebit", *SPEC, "--jobs", "1"]
     assert run_app(["compare", *arguments]) == 0
     said = capsys.readouterr().out
@@ -151,10 +145,10 @@ def test_going_on(begun, home, capsys):
 
 def test_what_was_begun_stays_as_it_is(begun, capsys):
     resume = ("--resume", begun, *SPEC)
-    refuse(capsys, *resume, "--target-accuracy", "0.9", message="has target accuracy 80.0%, not")
-    refuse(capsys, *resume, "--set", "rounds=50", message="has rounds 40, not 50; drop the option")
+    refused(capsys, *resume, "--target-accuracy", "0.9", message="has target accuracy 80.0%, not")
+    refused(capsys, *resume, "--set", "rounds=50", message="has rounds 40, not 50; drop the option")
     other = ("--resume", begun, "--problem", "mine.py:problem")
-    refuse(capsys, *other, message="task mine.py:problem has no target")
+    refused(capsys, *other, message="task mine.py:problem has no target")
     assert run_app(["compare", "--resume", str(begun), "--task", NAME]) == 2
     assert "add --allow-code" in capsys.readouterr().err
 
@@ -165,8 +159,8 @@ def test_a_changed_file_is_refused(begun, home, capsys):
     assert path == str(home / "mine.py")
     (begun / PLAN).write_text((begun / PLAN).read_text().replace(digest, digest[::-1]))
     message = "mine.py' is not the file that this run began with"
-    refuse(capsys, "--resume", begun, "--allow-code", message=message)
-    refuse(capsys, "--resume", begun, *SPEC, message=message)
+    refused(capsys, "--resume", begun, "--allow-code", message=message)
+    refused(capsys, "--resume", begun, *SPEC, message=message)
     # The table needs no code, and no file but those of the directory.
     assert run_app(["compare", "--from", str(begun)]) == 0
     assert NAME in capsys.readouterr().out
@@ -205,4 +199,4 @@ def test_tasks_stay_in_order(folder):
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_leave_nothing(arguments, message, folder, capsys):
-    refuse(capsys, "gd", *arguments, message=message)
+    refused(capsys, "gd", *arguments, message=message)

@@ -110,7 +110,7 @@ def test_cifar10_from_its_file(tmp_path):
         task = TASKS[name]
         assert task.missing_file(tmp_path) is None
         file = task.config.problem.partition(".py:")[0]
-        problem = f"{file}.py:cifar10:clients=3:images=300:norm={norm}"
+        problem = f"{file}.py:problem:clients=3:images=300:norm={norm}"
         made = build_problem(replace(task.config, problem=problem, clients=3), tmp_path)
         sizes = [len(client.labels) for client in made.clients]
         assert sum(sizes) + len(made.validation.labels) == 300

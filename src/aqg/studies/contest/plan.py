@@ -32,7 +32,7 @@ from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
 from aqg.runs.loop import slug
-from aqg.runs.plan import Job
+from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import (
@@ -424,7 +424,7 @@ def make_config(
     )
 
 
-class ContestPlan:
+class ContestPlan(StudyPlan[TrialJob]):
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
     The lock of the directory is held. ``tuned`` are settings that a search found before, for a
@@ -439,6 +439,7 @@ class ContestPlan:
         tuned: Tuned | None = None,
         device: str = "cpu",
     ) -> None:
+        super().__init__()
         self._comparison = comparison
         self._directory = directory
         self._tuned = tuned or {}
@@ -449,9 +450,6 @@ class ContestPlan:
         self._made: set[Trial] = set()
         self._under_way: dict[Trial, float] = {}
         self._failed: set[Trial] = set()
-        self.failures: dict[str, AqgError] = {}
-        self.num_before = 0
-        self.bytes_before = 0
 
     @property
     def num_finished(self) -> int:
@@ -501,7 +499,7 @@ class ContestPlan:
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def note(self, job: TrialJob) -> float:
+    def ceiling(self, job: TrialJob) -> float:
         """Return the bytes beyond which a run is of no interest: those of the reference.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.

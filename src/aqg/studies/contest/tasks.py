@@ -9,9 +9,11 @@ they are mostly noise. A user's own task is the same thing with the user's setti
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,41 +76,44 @@ def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
     return replace(config, target=target.value, target_kind=kind, hold=hold, eval_every=eval_every)
 
 
-def _fixed(name: str, kind: Kind, value: float, *, small: bool = False, **settings: Any) -> Task:
-    chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32"} | settings
-    config = RunConfig(recipe="gd", target_kind=kind, **chosen)
-    return Task(name, _with_fixed(config, Target(kind, value)), uses_device=not small)
+_CHECKOUT = Path(__file__).parents[4]
 
 
-_NATURAL_FILE = Path(__file__).with_name("natural.py")
-_UNSEEN_FILE = Path(__file__).parents[4] / "benchmarks" / "unseen.py"
-_UNSEEN_NAMES = ("unseen-synthetic", "unseen-arms", "unseen-vit", "unseen-lstm")
+def _read_tasks() -> Iterator[Task]:
+    text = resources.files("aqg.studies.contest").joinpath("tasks.toml").read_text(encoding="utf-8")
+    document = tomllib.loads(text)
+    for group in ("task", "unseen"):
+        for name, row in document[group].items():
+            while base := row.pop("base", None):
+                row = document["base"][base] | row
+            yield _make_task(name, row, is_hold_out=group == "unseen")
 
 
-def _averaging(
-    name: str,
-    kind: str = "accuracy",
-    *,
-    validation: float = 0.1,
-    files: tuple[str, ...] = (),
-    small: bool = False,
-    is_hold_out: bool = False,
-    **settings: Any,
-) -> Task:
-    """Make a task whose goal is federated averaging's plateau; its step is rate · steps / clients.
+def _make_task(name: str, row: dict[str, Any], *, is_hold_out: bool) -> Task:
+    """Make a task of a row of ``tasks.toml``.
 
-    ``settings`` may name a ``function`` that makes the problem, in ``natural.py`` or, of what is
-    set aside, in the checkout's ``benchmarks``.
+    Where its goal is federated averaging's plateau, its step is rate · steps / clients.
     """
-    chosen: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
-    if function := settings.pop("function", None):
-        problem = f"{_UNSEEN_FILE if name in _UNSEEN_NAMES else _NATURAL_FILE}:{function}"
-        chosen |= {"problem": problem, "dataset": OWN, "model": OWN, "partition": OWN}
-    chosen |= settings
-    chosen["alpha"] = chosen["local_rate"] * chosen["local_steps"] / chosen["clients"]
-    chosen["eval_every"] = max(1, chosen["rounds"] // _LOSS_POINTS)
-    config = RunConfig(recipe="fedavg", target_kind=kind, validation=validation, **chosen)
-    return Task(name, config, files, not small, is_hold_out)
+    defaults: dict[str, Any] = {"l2": 0.0, "dtype": "float32", "partition": "iid"}
+    row = defaults | row
+    files, uses_device = tuple(row.pop("files", ())), not row.pop("small", False)
+    if "problem" in row:
+        row["problem"] = str(_CHECKOUT / row["problem"])
+        row |= {"dataset": OWN, "model": OWN, "partition": OWN}
+    if local := row.pop("local", None):
+        row |= zip(("batch_size", "local_steps", "local_rate"), local, strict=True)
+    if length := row.pop("away", 0):
+        row["absences"] = _bursts(row["clients"], row["rounds"], length)
+    if (target := row.pop("target", None)) is not None:
+        goal = Target(row["target_kind"], target)
+        config = _with_fixed(RunConfig(recipe="gd", **row), goal)
+    else:
+        row.setdefault("target_kind", "accuracy")
+        row.setdefault("validation", 0.1)
+        row["alpha"] = row["local_rate"] * row["local_steps"] / row["clients"]
+        row["eval_every"] = max(1, row["rounds"] // _LOSS_POINTS)
+        config = RunConfig(recipe="fedavg", **row)
+    return Task(name, config, files, uses_device, is_hold_out)
 
 
 def _bursts(clients: int, rounds: int, length: int) -> tuple[tuple[int, int, int], ...]:
@@ -122,103 +127,7 @@ def _bursts(clients: int, rounds: int, length: int) -> tuple[tuple[int, int, int
     return tuple((client, start, start + length - 1) for client, start in enumerate(starts))
 
 
-def _local(batch_size: int, steps: int, rate: float) -> dict[str, Any]:
-    return {"batch_size": batch_size, "local_steps": steps, "local_rate": rate}
-
-
-_IID: dict[str, Any] = {"partition": "iid"}
-_LABEL: dict[str, Any] = {"partition": "label"}
-_DIRICHLET: dict[str, Any] = {"partition": "dirichlet:0.3"}
-_LOGISTIC: dict[str, Any] = (
-    {"dataset": "heterogeneous", "model": "logistic", "clients": 18, "small": True}
-    | {"alpha": 0.008, "rounds": 1000, "l2": 0.01, "dtype": "float64"}
-)  # fmt: skip
-_SOFTMAX: dict[str, Any] = (
-    {"dataset": "mnist", "model": "softmax", "clients": 10}
-    | {"alpha": 0.02, "rounds": 2000, "l2": 0.01}
-)  # fmt: skip
-_PERCEPTRON = {**_SOFTMAX, "model": "mlp:200", "rounds": 1500}
-_SMALL_CNN: dict[str, Any] = (
-    {"dataset": "mnist", "model": "cnn", "clients": 10, "samples": 10_000, "reset": True}
-    | {"rounds": 100, "batch_size": 64, "local_epochs": 1, "local_rate": 0.1}
-    | {"alpha": 0.1 * (1000 / 64) / 10, "validation": 0.1}
-)
-_DIGITS: dict[str, Any] = {"dataset": "digits", "clients": 10, "small": True}
-_DIGITS_SOFTMAX = _SOFTMAX | _DIGITS | {"alpha": 0.1, "rounds": 1000, "dtype": "float64"}
-_MNIST: dict[str, Any] = (
-    {"dataset": "mnist", "model": "mlp:200", "clients": 10, "rounds": 200} | _local(64, 5, 0.1)
-)  # fmt: skip
-_SAMPLED = {**_MNIST, "clients": 100, "participation": 0.1}
-_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-_HEART: dict[str, Any] = {
-    "function": "heart",
-    "files": tuple(f"heart/processed.{h}.data" for h in _HOSPITALS),
-}
-_WATCH: dict[str, Any] = {"files": ("watch/watch_windows.npz",)}
-_ROLES: dict[str, Any] = {"files": ("shakespeare/roles.json.gz",)}
-_CIFAR: dict[str, Any] = {"files": ("cifar10.npz",), "rounds": 200}
-_UNSEEN: dict[str, Any] = {"is_hold_out": True}
-_AWAY = _bursts(clients=16, rounds=100, length=15)
-
-
-def _tasks() -> Iterator[Task]:
-    fixed, averaging = _fixed, _averaging
-    yield fixed("digits-softmax", "residual", 1e-3, **_LABEL, **_DIGITS_SOFTMAX)
-    yield fixed("logistic-iid", "residual", 1e-4, **_IID, **_LOGISTIC)
-    yield fixed("logistic-source", "residual", 1e-4, partition="source", **_LOGISTIC)
-    yield fixed("softmax-iid", "residual", 1e-4, **_IID, **_SOFTMAX)
-    yield fixed("softmax-label", "residual", 1e-4, **_LABEL, **_SOFTMAX)
-    yield fixed("softmax-label-dropout", "residual", 1e-4, dropout=0.5, **_LABEL, **_SOFTMAX)
-    yield fixed("mlp-iid", "loss", 0.525, **_IID, **_PERCEPTRON)
-    yield fixed("mlp-label", "loss", 0.525, **_LABEL, **_PERCEPTRON)
-    yield fixed("cnn-dirichlet", "accuracy", 0.90, **_DIRICHLET, **_SMALL_CNN)
-    yield fixed("cnn-iid", "accuracy", 0.90, **_IID, **_SMALL_CNN)
-
-    digits: dict[str, Any] = _DIGITS | _DIRICHLET | _local(16, 5, 0.1)
-    yield averaging("digits-local", validation=0.2, model="mlp:32", rounds=200, **digits)
-    local = _local(32, 5, 0.05) | {"clients": 4, "rounds": 100}
-    yield averaging("heart", "loss", validation=0.2, small=True, **_HEART, **local)
-    local = _local(32, 5, 0.1) | {"clients": 8, "rounds": 100}
-    yield averaging("watch", function="watch", validation=0.2, **_WATCH, **local)
-    yield averaging("local-iid", **_IID, **_MNIST)
-    yield averaging("local-dirichlet", **_DIRICHLET, **_MNIST)
-    yield averaging("local-dirichlet-dropout", dropout=0.5, **_DIRICHLET, **_MNIST)
-    yield averaging("sampled-dirichlet", **_DIRICHLET, **_SAMPLED)
-    yield averaging("sampled-iid", **_IID, **_SAMPLED)
-    local = _local(16, 20, 0.3) | {"clients": 60, "rounds": 200, "participation": 0.2}
-    yield averaging("shakespeare", function="shakespeare:clients=60", **_ROLES, **local)
-    local = _local(32, 10, 0.05) | {"clients": 10}
-    yield averaging("cifar10", function="cifar10:clients=10:images=12000", **_CIFAR, **local)
-    local = _local(32, 10, 0.1) | {"clients": 20}
-    function = "cifar10:clients=20:images=24000:norm=batch"
-    yield averaging("cifar10-batchnorm", function=function, **_CIFAR, **local)
-    local = _local(32, 10, 0.05) | {"clients": 50, "rounds": 150, "participation": 0.2}
-    images: dict[str, Any] = {"dataset": "mnist", "model": "cnn", "samples": 30_000, "reset": True}
-    split: dict[str, Any] = {"partition": "dirichlet:0.1", "dropout": 0.1}
-    yield averaging("hold-out-cnn", **images, **split, **local)
-    local = _local(16, 10, 0.3) | {"clients": 30, "rounds": 150, "participation": 0.5}
-    function = "shakespeare:clients=30:by=play"
-    yield averaging("hold-out-plays", function=function, **_ROLES, **local)
-
-    # The rest is set aside. The settings were written down before any run but two or three rounds
-    # of federated averaging, to see that they can be run.
-    local = _local(10, 10, 0.05) | {"clients": 30, "rounds": 100, "participation": 1 / 3}
-    small = _UNSEEN | {"validation": 0.2, "small": True}
-    yield averaging("unseen-synthetic", function="synthetic:clients=30", **small, **local)
-    local = _local(32, 10, 0.1) | {"clients": 16, "rounds": 100, "absences": _AWAY}
-    yield averaging("unseen-arms", function="arms", **_WATCH, **small, **local)
-    local = _local(20, 5, 0.1) | {"clients": 500, "rounds": 200, "participation": 0.02}
-    mnist: dict[str, Any] = {"dataset": "mnist", "model": "mlp:64"}
-    yield averaging("unseen-many", **mnist, **_DIRICHLET, **_UNSEEN, **local)
-    local = _local(32, 10, 0.05) | {"clients": 6, "rounds": 120}
-    function = "vision_transformer:clients=6:images=10000"
-    yield averaging("unseen-vit", function=function, **_UNSEEN, **local)
-    local = _local(16, 10, 0.5) | {"clients": 100, "rounds": 150, "participation": 0.1}
-    function = "roles:clients=100:skip=60"
-    yield averaging("unseen-lstm", function=function, **_ROLES, **_UNSEEN, **local)
-
-
-TASKS: dict[str, Task] = {task.name: task for task in _tasks()}
+TASKS: dict[str, Task] = {task.name: task for task in _read_tasks()}
 
 QUICK_TASKS = ("digits-softmax", "digits-local")
 """One of each kind. They need no download and take seconds."""

@@ -1,0 +1,240 @@
+"""What both simulators have in common: the terms of a run, who takes part, and the log."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aqg.core.downlink import Full
+from aqg.core.public import Entry, Public, lies_on_grid
+from aqg.core.recipe import Recipe
+from aqg.core.round import Clients, init_clients
+from aqg.core.server import Model, init_model
+from aqg.core.space import Array, NumpySpace
+from aqg.core.stages import level_factors
+from aqg.core.track import Track
+from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.protocol.log import Delivery, LogState, ReadLog
+from aqg.sim.late import Closed, Replies, Reply, check_late, in_time
+from aqg.sim.problem import Problem
+from aqg.sim.record import RoundRecord, full_download_bytes
+from aqg.sim.state import SimulationState, check_fits
+from aqg.sim.statistics import RunStatistics
+from aqg.sim.training import BernoulliDropout, Dropout, Training
+from aqg.wire import Known
+from aqg.wire.entry import encode_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Simulation(ABC):
+    """Runs a recipe on a problem, round by round; can be saved and restored between any two.
+
+    Args:
+        problem: what is learned, and by whom.
+        recipe: the compressor.
+        step_size: ``α``, or the natural step of a rule that finds its own (``training.step``).
+        dropout: who drops out when.
+        seed: makes stochastic recipes repeatable.
+        training: what clients compute, who is sampled, how they are weighted, and the server's
+            optimizer; the paper's by default.
+    """
+
+    space: NumpySpace  # where vectors live
+    model: Model  # the server's, and the model of the round
+    log: ReadLog | None = None  # None where clients receive models
+
+    def __init__(
+        self,
+        problem: Problem,
+        recipe: Recipe,
+        step_size: float,
+        dropout: Dropout | None = None,
+        seed: int = 0,
+        training: Training | None = None,
+    ) -> None:
+        self.training, self.seed = training or Training(), seed
+        self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
+        self.recipe = recipe = recipe.for_updates(self.training.updates)
+        self.weights = self.training.client_weights(problem)
+        self.level_factors = level_factors(self.weights)
+        self.statistics = RunStatistics(problem, recipe, self.training, self.weights)
+        self.problem = problem = self.statistics.problem
+        count, late = problem.num_clients, self.training.late
+        self.training.check_memory(recipe, self.statistics.are_averaged)
+        check_late(late, recipe, self.training.num_sampled(count), self.statistics.are_averaged)
+        self.replies = None if late is None else Replies(late, problem, seed)
+        self.step = self.training.make_step(step_size, self.dropout.rate, count)
+        self.everyone = np.arange(count)
+
+    @abstractmethod
+    def run_round(self, evaluate: bool = True) -> RoundRecord:
+        """Run one round; with ``evaluate``, also report the loss at its start."""
+
+    @abstractmethod
+    def _losses(self, clients: IntArray) -> Float64Array:
+        """Return the losses of the current model at some clients."""
+
+    @abstractmethod
+    def _place(self, model: Model, clients: Clients) -> None:
+        """Go on from what server and clients hold, in the space."""
+
+    @abstractmethod
+    def _clients_state(self) -> Clients:
+        """Return what the clients hold, in the space."""
+
+    def run_rounds(self, count: int, evaluate: bool = True) -> Iterator[RoundRecord]:
+        """Run ``count`` rounds and yield their records."""
+        for _ in range(count):
+            yield self.run_round(evaluate)
+
+    @property
+    def next_round(self) -> int:
+        """The round that `run_round` would run."""
+        return self.model.round
+
+    @property
+    def parameters(self) -> FloatArray:
+        """The current model, as clients hold it."""
+        return self.space.get(self.model.parameters)
+
+    @property
+    def averaged(self) -> FloatArray:
+        """The mean of the models so far, where the step's rule keeps one; else the model."""
+        return self.space.get(self.model.averaged)
+
+    def loss(self) -> float:
+        """Return the loss of the current model."""
+        return self._mean_loss(np.full(len(self.everyone), np.nan))
+
+    def _mean_loss(self, losses: Float64Array) -> float:
+        """Return the loss of all clients; some may have measured their own on all samples."""
+        is_exact = self.training.local.sees_all_samples
+        unknown = np.flatnonzero(np.isnan(losses)) if is_exact else self.everyone
+        if len(unknown):
+            losses[unknown] = self._losses(unknown)
+        return float(np.mean(self.weights * losses))
+
+    def _present(self) -> IntArray:
+        number, count = self.next_round, len(self.everyone)
+        at_work = None if self.replies is None else self.replies.at_work
+        away = self.training.unsampled(number, count, self.seed, at_work)
+        away = away | self.dropout.dropped(number, count)
+        return np.flatnonzero(~away) if away.any() else self.everyone
+
+    def _public(self) -> Public:
+        return self.model.public(self.space)
+
+    def _deliver(self, present: IntArray) -> tuple[list[tuple[IntArray, Delivery]], IntArray]:
+        """Bring clients up to date; return what each receives, and how many bytes that is."""
+        if self.log is None:
+            size = full_download_bytes(self.problem.initial_params)
+            found = [(present, Delivery(self.next_round, size))]
+        else:
+            found = self.log.deliver_to(present, self._public)
+            if not self._forgets:
+                self.log.positions[present] = self.log.round
+        received = np.zeros(len(self.everyone), np.int64)
+        for clients, delivery in found:
+            received[clients] = delivery.num_bytes
+        return found, received
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether clients hold nothing but the first model, each time anew."""
+        return self.training.memory == "none"
+
+    def _publish(self, entry: Entry, before: Model) -> None:
+        if self.log is None:
+            return
+        known = None
+        if entry.velocity is not None:
+            known = Known(self.space.get(before.velocity), before.direction)
+        self.log.append(encode_entry(entry, known))
+        self.log.cut(int(self.log.positions.min()))
+
+    def _close(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> Closed:
+        if self.replies is None:
+            return in_time(replies, len(self.everyone))
+        self.replies.send(number, replies, received)
+        return self.replies.close(number)
+
+    def _shares(self, clients: IntArray) -> Float64Array:
+        """Return what each client's upload counts for, if these send in the round."""
+        return self.recipe.round_weights(self.weights, clients, self.step.sampled)
+
+    @property
+    def _clock(self) -> float | None:
+        return None if self.replies is None else self.replies.clock
+
+    def state(self) -> SimulationState:
+        """Return everything needed to go on from here."""
+
+        def copy(array: Array) -> FloatArray:
+            return np.array(self.space.get(array))
+
+        clients = _clients_in(copy, self.recipe, self._clients_state())
+        return SimulationState(
+            model_in(copy, self.model),
+            clients,
+            self.statistics.to_array(),
+            None if self.log is None else self.log.state(),
+            None if self.replies is None else self.replies.to_arrays(),
+        )
+
+    def restore(self, state: SimulationState) -> None:
+        """Go back to a state that `state` returned."""
+        check_fits(state, self._initial_state())
+        self._load(state)
+        self.statistics.load(state.statistics)
+
+    def _initial_state(self) -> SimulationState:
+        problem, params = self.problem, self.problem.initial_params
+        count, late = problem.num_clients, self.training.late
+        return SimulationState(
+            init_model(self.recipe, params, self.step),
+            init_clients(self.recipe, len(params), problem.dtype, count),
+            log=None
+            if isinstance(self.step.downlink, Full)
+            else LogState(np.ones(count, np.int64)),
+            late=None if late is None else Replies(late, problem, self.seed).to_arrays(),
+        )
+
+    def _load(self, state: SimulationState) -> None:
+        if state.log is not None:
+            merges = lies_on_grid(self.recipe, self.step.downlink)
+            self.log = ReadLog(self.problem.initial_params, state.log, merges)
+        if self.replies is not None and state.late is not None:
+            self.replies.load(state.late)
+        clients = _clients_in(self.space.put, self.recipe, state.clients)
+        self._place(model_in(self.space.put, state.model), clients)
+
+
+def model_in(move: Callable[[Array], Array], model: Model) -> Model:
+    """Return the model with its vectors in another place."""
+    step = model.step
+    if step is not None:
+        step = step._replace(start=move(step.start), mean=move(step.mean))
+    return model._replace(
+        parameters=move(model.parameters),
+        velocity=move(model.velocity),
+        total=move(model.total),
+        optimizer=type(model.optimizer)(*map(move, model.optimizer)),
+        rest=move(model.rest),
+        step=step,
+    )
+
+
+def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients) -> Clients:
+    """Return the clients' state with its vectors in another place, and all else copied."""
+    position, velocity, direction, is_held = clients.track
+    track = Track(move(position), move(velocity), direction.copy(), is_held.copy())
+    stages = {}
+    for name, stage in recipe.all_stages.items():
+        place: Any = move if stage.vectors == "device" else np.array
+        stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
+    return Clients(clients.num_params, track, clients.skipped_rounds.copy(), stages)

@@ -1,0 +1,84 @@
+"""Commands, in this process and in others, and what they leave."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from aqg.cli.app import run_app
+from aqg.runs import loop
+from aqg.runs.executor import Contact
+from aqg.runs.setup import build_problem, find_minimum
+
+
+def stop_after(num_rounds):
+    """Ask a run to stop after so many rounds."""
+    rounds = count(1)
+    return Contact(is_stop_asked=lambda: next(rounds) == num_rounds)
+
+
+def run_alone(config, directory):
+    """Run a config to its end, without any command."""
+    problem = build_problem(config)
+    loop.create_run(directory, config)
+    return loop.run(config, problem, find_minimum(config, problem), directory)
+
+
+def contents(directory):
+    """Return every file's bytes."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def refuse(capsys, *arguments, message):
+    """The command says what is wrong in one line, and leaves everything as it was."""
+    before = _files()
+    capsys.readouterr()
+    assert run_app(list(map(str, arguments))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aqg: error: ")
+    assert message in line
+    assert _files() == before
+
+
+def _files():
+    return sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
+
+
+@contextmanager
+def started(*arguments, cwd):
+    """Start a command in a process of its own; it is gone in the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "aqg", *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+def interrupt(process):
+    """Press Ctrl-C; return what the command says once everything is saved."""
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors
+    assert "everything is saved" in errors
+    assert "Traceback" not in errors
+    return errors
