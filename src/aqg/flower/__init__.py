@@ -13,16 +13,11 @@ if TYPE_CHECKING:
     from aqg.flower.task import FlowerTask, flatten, load_flat, make_client_app
 
 _HOMES = {
-    "AQG": "aqg.flower.strategy",
-    "Buffered": "aqg.flower.late",
-    "Compressed": "aqg.flower.compressed",
-    "FlowerTask": "aqg.flower.task",
-    "aqg_mod": "aqg.flower.mod",
-    "flatten": "aqg.flower.task",
-    "load_flat": "aqg.flower.task",
-    "make_client_app": "aqg.flower.task",
-    "make_mod": "aqg.flower.mod",
-    "make_server_app": "aqg.flower.strategy",
+    "compressed": ("Compressed",),
+    "late": ("Buffered",),
+    "mod": ("aqg_mod", "make_mod"),
+    "strategy": ("AQG", "make_server_app"),
+    "task": ("FlowerTask", "flatten", "load_flat", "make_client_app"),
 }
 
 __all__ = [
@@ -41,6 +36,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import on first use: the protocol alone needs no Flower."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

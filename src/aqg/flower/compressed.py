@@ -141,24 +141,17 @@ class Compressed(OuterStrategy):
 def own_recipe(strategy: Strategy) -> str:
     """Return the recipe that suits a strategy.
 
-    Where a step is divided by the root of past squares, noise makes coordinates that hardly move
-    as fast as all others: it must be less than where the mean itself is the step.
+    A class that aggregates in a way of its own may look at single replies, as medians do: each of
+    them must then be near the node's model. Where a step is divided by the root of past squares,
+    noise makes coordinates that hardly move as fast as all others: it must be less than where the
+    mean itself is the step.
     """
     if isinstance(strategy, Buffered):
         strategy = strategy.strategy
-    if not averages(strategy):
+    if type(strategy).aggregate_train not in {kind.aggregate_train for kind in _AVERAGING}:
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
     return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
-
-
-def averages(strategy: Strategy) -> bool:
-    """Tell whether a strategy makes the model from the mean of the replies, as Flower's own do.
-
-    A class that aggregates in a way of its own may look at single replies, as medians do: each of
-    them must then be near the node's model.
-    """
-    return type(strategy).aggregate_train in {kind.aggregate_train for kind in _AVERAGING}
 
 
 def weighted_by(strategy: Strategy) -> str | None:

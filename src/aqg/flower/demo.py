@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.settings import read_settings
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
-from aqg.runs.directory import SUMMARY, create_directory
+from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.loop import slug
 from aqg.runs.setup import build_problem
 
@@ -115,8 +114,7 @@ class Demo:
         return reporter.rows
 
     def summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads((self.run_directory / SUMMARY).read_text())
-        return summary
+        return read_summary(self.run_directory) or {}
 
     def byte_table(self, rows: list[dict[str, Any]]) -> list[dict[str, int]]:
         """Return what every node has sent and received in these rounds.
@@ -152,7 +150,7 @@ class _Reporter:
     def round(self, report: RoundReport) -> None:
         if self.is_stopped:
             raise RunError("the run was interrupted")
-        self.rows.append(json.loads(report.to_json()))
+        self.rows.append(report.to_row())
         self._on_round(self.rows[-1])
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None: ...

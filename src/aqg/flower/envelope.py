@@ -1,23 +1,7 @@
 """One record instead of many: all that a message holds, as bytes in a single ConfigRecord.
 
 Flower makes an object with requests of its own of every record. So the app's small records, and
-what stands for its arrays, travel in one:
-
-====================== =====================================================================
-byte 0                 ``0xA2``: an envelope; ``0xA3``: one that leaves out the version of ``aqg``,
-                       which the reader knows
-head                   number of bytes, a varint; JSON, deflated with the dictionary `_WORDS`: the
-                       version of ``aqg`` or an empty text, and for every record of the app its
-                       name and kind, and the content of small ones
-parts                  for every array record that is compressed: number of bytes, a varint,
-                       and an order or a reply (`aqg.protocol.messages`)
-last four bytes        CRC-32 of all before; where the version is left out of this and all before
-====================== =====================================================================
-
-A model is one part. The kinds are ``c`` (ConfigRecord), ``m`` (MetricRecord), ``a`` (an ArrayRecord
-that is compressed), ``f`` (one that is beside the envelope and has an order in it), ``x`` (one that
-is beside it), ``h`` (the question which partition a node has, and the answer), ``d`` (the node
-remembers on disk) and ``e`` (the run of this name has ended: the node may forget it).
+what stands for its arrays, travel in one; docs/reference/frame-format.md has it byte by byte.
 """
 
 from __future__ import annotations
@@ -49,9 +33,9 @@ _WORDS = (
 _MOST_HEAD_BYTES = 1 << 28
 _CRC_BYTES = 4
 _BYTES = "bytes"
-_SMALL = ("c", "m")
-COMPRESSED, FULL, BESIDE = "a", "f", "x"
-HELLO, ON_DISK, ENDED = "h", "d", "e"
+_SMALL = ("c", "m")  # ConfigRecord, MetricRecord
+COMPRESSED, FULL, BESIDE = "a", "f", "x"  # arrays: FULL are beside it and have an order in it
+HELLO, ON_DISK, ENDED = "h", "d", "e"  # which partition is it?; it remembers; it may forget
 _WITH_PART = (COMPRESSED, FULL)
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""

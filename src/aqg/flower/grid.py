@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 
 from aqg.channel.server import Channel, LostError
 from aqg.channel.tensors import is_finite, is_same
@@ -150,24 +150,15 @@ class CompressedGrid(OuterGrid):
             Flower's and takes replies of one kind only; None: it takes any.
         run_name: names the run; by default at random.
 
-    Attributes:
-        inner: the other grid.
-        channels: of models that were sent, or will be, by the names of their records.
-        check_reply: raises `MessageError` where a node's reply to a train message will not do.
-        counts: what happened so far.
-
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        settings: Settings,
-        weighted_by: str | None = None,
-        run_name: str = "",
+        self, grid: Grid, settings: Settings, weighted_by: str | None = None, run_name: str = ""
     ) -> None:
         super().__init__(grid)
+        # raises `MessageError` where a node's reply to a train message will not do
         self.check_reply: Callable[[RecordDict], None] = lambda _: None
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, Channel] = {}  # by the names of records
         self._prepared: Channel | None = None
         self._settings = settings
         self._weighted_by = weighted_by
@@ -249,14 +240,9 @@ class CompressedGrid(OuterGrid):
         Those are asked that have said so, and others that are named.
         """
         self._remembering = dict.fromkeys(nodes, "train") | self._remembering
+        content = RecordDict({RECORD: pack(Envelope([(self._run_name, ENDED, None)]))})
         messages = [
-            Message(
-                RecordDict({RECORD: pack(Envelope([(self._run_name, ENDED, None)]))}),
-                node,
-                message_type,
-                ttl=_FAREWELL_SECONDS,
-                group_id="0",
-            )
+            Message(content, node, message_type, ttl=_FAREWELL_SECONDS, group_id="0")
             for node, message_type in self._remembering.items()
         ]
         if messages:
@@ -280,9 +266,7 @@ class CompressedGrid(OuterGrid):
             if kind not in _KINDS or not message.has_content() or node in asked:
                 continue
             own = {}
-            for name, record in message.content.items():
-                if not isinstance(record, ArrayRecord):
-                    continue
+            for name, record in message.content.array_records.items():
                 if name not in published:
                     phase = self._phase(name, record, message)
                     if phase is None:
@@ -379,14 +363,8 @@ class CompressedGrid(OuterGrid):
         envelope.says_version = node not in self._speakers
         content = RecordDict({**beside, RECORD: pack(envelope)})
         traffic.down += num_bytes(content)
-        metadata = message.metadata
-        return Message(
-            content,
-            node,
-            metadata.message_type,
-            ttl=max(_expiry(message) - time.time(), 1.0),
-            group_id=metadata.group_id,
-        )
+        about, ttl = message.metadata, max(_expiry(message) - time.time(), 1.0)
+        return Message(content, node, about.message_type, ttl=ttl, group_id=about.group_id)
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
         if name not in self._whole:
@@ -397,10 +375,9 @@ class CompressedGrid(OuterGrid):
         """Return a reply as the strategy expects it; None where the node was sent more."""
         node = sent.node
         if reply.has_error():
-            if node not in self._speakers and sent.repeats < 1:  # it may lack the mod
-                news = [p for p in sent.phases.values() if p.channel.is_compact(node)]
-                if news:
-                    return self._send_again(sent, "it answers with an error")
+            is_compact = any(phase.channel.is_compact(node) for phase in sent.phases.values())
+            if is_compact and node not in self._speakers and not sent.repeats:  # lacks the mod?
+                return self._send_again(sent, "it answers with an error")
             answer_to(reply, sent.identifier)  # even if that had to be sent again
             return reply
         traffic = self.counts.nodes[node].of(sent.kind)
@@ -418,10 +395,8 @@ class CompressedGrid(OuterGrid):
             return self._refused(sent, f"its reply cannot be read: {type(error).__name__}: {error}")
         for part in taken:  # nothing has changed before
             part.commit()
-        traffic.plain_up += num_bytes(content)
-        for part in taken:
-            if part.channel.makes_model:
-                traffic.plain_up += part.channel.num_bytes
+        made = sum(part.channel.num_bytes for part in taken if part.channel.makes_model)
+        traffic.plain_up += num_bytes(content) + made
         reply.content = content
         answer_to(reply, sent.identifier)
         return reply
@@ -524,29 +499,29 @@ class CompressedGrid(OuterGrid):
         others would be the model.
         """
         key = self._weighted_by
-        found = [r for r in replies if not r.has_error() and _answers(r) in sent]
+        found = {_answers(r): r.content for r in replies if not r.has_error()}
+        found = {answers: content for answers, content in found.items() if answers in sent}
         if key is None or not found:
             return replies
-        kinds = {_answers(r): _signature(r.content) for r in found}
-        most = Counter(kinds.values()).most_common(1)[0][0]
-        reasons = {}
-        for answers, kind in kinds.items():
-            if kind != most:
-                odd = sorted(set(kind) ^ set(most))[:1]
-                reasons[answers] = f"its reply differs from most others in {odd[0]}"
-        weights = {
-            _answers(r): float(next(iter(r.content.metric_records.values()))[key])  # type: ignore[arg-type]
-            for r in found
-            if _answers(r) not in reasons
+        kinds = {answers: _signature(content) for answers, content in found.items()}
+        [(most, _)] = Counter(kinds.values()).most_common(1)
+        reasons = {
+            answers: f"its reply differs from most others in {min(kind ^ most)}"
+            for answers, kind in kinds.items()
+            if kind != most
         }
+        weights = dict[str, float]()
+        for answers, content in found.items():
+            if answers not in reasons:
+                [metrics] = content.metric_records.values()
+                weights[answers] = float(metrics[key])  # type: ignore[arg-type]
         total = sum(weights.values())
         for answers, weight in weights.items():
             if not total:
                 reasons[answers] = f"its metric {key!r} is 0, as that of all others"
             elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
-                reasons[answers] = (
-                    f"its metric {key!r} is {weight:g}; all others together have {total - weight:g}"
-                )
+                others = f"all others together have {total - weight:g}"
+                reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
         return [
             self._refused(sent[_answers(r)], reasons[_answers(r)]) if _answers(r) in reasons else r
             for r in replies
@@ -592,15 +567,15 @@ def _answers(reply: Message) -> str:
     return reply.metadata.reply_to_message_id
 
 
-def _signature(content: RecordDict) -> tuple[str, ...]:
+def _signature(content: RecordDict) -> frozenset[str]:
     """Return the names of all that a reply holds."""
-    names = (
-        f"{'array' if isinstance(record, ArrayRecord) else 'metric'} {key!r} of {name!r}"
-        for name, record in content.items()
-        if isinstance(record, ArrayRecord | MetricRecord)
+    kinds = {"array": content.array_records, "metric": content.metric_records}
+    return frozenset(
+        f"{kind} {key!r} of {name!r}"
+        for kind, records in kinds.items()
+        for name, record in records.items()  # type: ignore[attr-defined]
         for key in record
     )
-    return tuple(sorted(names))
 
 
 def _is_equal(one: ArrayRecord, other: ArrayRecord) -> bool:

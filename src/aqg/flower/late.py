@@ -1,15 +1,10 @@
 """Rounds that do not wait for everyone: ``strategy = Buffered(FedAvg(...), size=3)``.
 
-A round of training ends after ``size`` replies. Nodes that are at work go on; what they send counts
-in the round in which it comes. Their update is relative to the model that they began with, so the
-strategy is shown
+Nodes that are at work go on; what they send counts in the round in which it comes, moved from the
+model that they began with to that of the round: ``now + (reply - began) / √(1 + age)``, where the
+age is in rounds that have ended since (FedBuff). Replies of age 0 are passed on as they are.
 
-    ``model of this round + (reply - model that the node began with) / √(1 + age)``,
-
-with the age in rounds that have ended since (FedBuff). Replies of age 0 are passed on as they are.
-
-It stands on the grid's public interface, so that a grid that compresses can be below it:
-``Compressed(Buffered(FedAvg()))``.
+It stands on the grid's public interface, so that a grid that compresses can be below.
 """
 
 from __future__ import annotations

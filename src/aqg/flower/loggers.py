@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aqg.errors import ConfigError, RunError
+from aqg.errors import ConfigError
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
-from aqg.runs.files import seal, to_json, write_atomically
+from aqg.runs.files import Records, to_json, write_atomically
 from aqg.settings import CommonSettings, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import TextIO
 
     from aqg.flower.reports import RoundReport
     from aqg.flower.settings import Settings
@@ -40,34 +38,23 @@ class RunDirectory:
     """The simulator's run directory: ``config.toml``, ``rounds.jsonl`` and ``summary.json``."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: TextIO | None = None
+        self._path = path
+        self._rounds = Records(path / ROUNDS)
 
     def start(self, config: Mapping[str, Any], next_round: int) -> None:
         """Write the config, and drop the lines of rounds that will be run again."""
-        rounds = self.path / ROUNDS
-        lines = rounds.read_bytes().splitlines(keepends=True) if next_round > 1 else []
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
-        write_atomically(self.path / CONFIG, text.encode())
-        write_atomically(rounds, b"".join(lines[: next_round - 1]))
-        try:
-            self._file = rounds.open("a", encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+        write_atomically(self._path / CONFIG, text.encode())
+        self._rounds.replace(self._rounds.read()[: next_round - 1] if next_round > 1 else [])
 
     def round(self, report: RoundReport) -> None:
         """Add a line, on disk before the checkpoint that counts on it."""
-        if self._file is not None:
-            self._file.write(seal(report.to_json()) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self._rounds.add(report.to_row())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        write_atomically(self.path / SUMMARY, to_json(summary).encode())
+        write_atomically(self._path / SUMMARY, to_json(summary).encode())
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    def close(self) -> None: ...
 
 
 class TensorBoard:

@@ -45,21 +45,12 @@ _DAYS = 30
 
 
 class Memory:
-    """A node's memory of one run.
-
-    Args:
-        context: Flower's.
-        directory: where to remember; None to choose (see `state_directory`).
-
-    Attributes:
-        directory: where nodes remember; None where Flower's context does.
-
-    """
+    """A node's memory, in a directory, or by default where `state_directory` says."""
 
     def __init__(self, context: Context, directory: Path | None = None) -> None:
         self._context = context
         found, is_own = (directory, False) if directory else state_directory(context)
-        self.directory = found
+        self.directory = found  # None where Flower's context remembers
         self._is_own = is_own
 
     def terms(self) -> Iterator[Order]:

@@ -109,9 +109,7 @@ def make_mod(
             order, policy = model.order, model.beside().policy if model.is_stepping else ""
             told = {"seed": order.seed, "client": order.client, "round": order.round}
             message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
-        is_first = any(kind == FULL for _, kind, _ in envelope.records) or any(
-            model.order.first for model in models.values()
-        )
+        is_first = FULL in kinds or any(model.order.first for model in models.values())
         del envelope
         started = time.perf_counter()
         reply = call_next(message, context)

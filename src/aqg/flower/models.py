@@ -34,20 +34,7 @@ _PRECISIONS = ("float32", "float64")
 
 
 class ServerModel:
-    """What a run starts from.
-
-    Args:
-        values: all tensors, by name.
-        layout: which of them travel.
-        aliases: second names of tensors, such as those of tied weights, and the first ones.
-        start: what the user gave.
-
-    Attributes:
-        record: all tensors, as Flower carries them.
-        schema: their names, types and shapes.
-        travel: how each of them travels.
-
-    """
+    """What a run starts from: all tensors, which of them travel, and what the user gave."""
 
     def __init__(
         self, values: Values, layout: ModelLayout, aliases: Mapping[str, str], start: Any
@@ -146,13 +133,10 @@ def is_module(start: object) -> TypeGuard[torch.nn.Module]:
 def values_in(module: nn.Module) -> dict[str, Tensor]:
     import torch
 
-    found = {}
-    for name, tensor in module.state_dict().items():
-        if isinstance(tensor, torch.Tensor):
-            is_odd = tensor.dtype == torch.bfloat16  # NumPy has none
-            held = tensor.detach().cpu()
-            found[name] = np.array((held.float() if is_odd else held).numpy())
-    return found
+    state = {n: t.detach().cpu() for n, t in module.state_dict().items() if torch.is_tensor(t)}
+    # NumPy has no bfloat16
+    held = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in state.items()}
+    return {name: np.array(tensor.numpy()) for name, tensor in held.items()}
 
 
 def _aliases(module: nn.Module, layout: ModelLayout) -> dict[str, str]:

@@ -37,23 +37,29 @@ def pause_after(waited: float, seconds: float) -> float:
     return max(0.0, min(pause, seconds - waited))
 
 
+def pauses(seconds: float) -> Iterator[float]:
+    """Yield the seconds waited so far, at longer and longer intervals, until the time is over."""
+    started, waited = time.monotonic(), 0.0
+    while True:
+        yield waited
+        waited = time.monotonic() - started
+        if waited >= seconds:
+            return
+        time.sleep(pause_after(waited, seconds))
+
+
 def replies_to(
     pull: Callable[[set[str]], Iterable[Message]], identifiers: set[str], seconds: float | None
 ) -> Iterator[list[Message]]:
     """Yield the replies that ``pull`` finds, until all are there or the time is over."""
-    started, end = time.monotonic(), _FOREVER if seconds is None else seconds
-    waited = 0.0
-    while identifiers:
+    end = _FOREVER if seconds is None else seconds
+    for waited in pauses(end) if identifiers else ():
         with bounded_pulls(max(0.0, end - waited)):
             found = list(pull(identifiers))
         identifiers = identifiers - {reply.metadata.reply_to_message_id for reply in found}
         yield found
-        waited = time.monotonic() - started
-        if waited >= end:
+        if not identifiers:
             return
-        if identifiers:
-            time.sleep(pause_after(waited, end))
-            waited = time.monotonic() - started
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class RoundReport:
         found = Counter(incident.kind for incident in self.incidents)
         return {name: found[kind] for kind, name in INCIDENTS.items()}
 
-    def to_json(self) -> str:
+    def to_row(self) -> dict[str, Any]:
         """Return the line of ``rounds.jsonl``: the simulator's, and more."""
         row: dict[str, Any] = json.loads(self.line.to_json())
         row |= {
@@ -123,7 +123,7 @@ class RoundReport:
         }
         if self.incidents:
             row["incidents"] = [incident._asdict() for incident in self.incidents]
-        return json.dumps(row, allow_nan=False)
+        return row
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers to plot over rounds; what was measured as NaN is NaN."""
@@ -247,10 +247,9 @@ class Accounts:
         channel, num_clients = self._channel, self._settings.num_clients
         number, weights = channel.version, channel.book.weights
         widths, losses = [DROPPED] * num_clients, np.full(num_clients, np.nan)
-        faults, work = [], 0.0
+        faults, work, taken = [], 0.0, channel.taken
         for client in found:
-            taken = channel.taken[client]
-            message, reply = taken.message, taken.reply
+            message, reply = taken[client].message, taken[client].reply
             widths[client] = message.width
             losses[client] = loss_in(found[client])
             work = max(work, reply.work_seconds)

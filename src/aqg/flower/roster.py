@@ -16,7 +16,7 @@ from flwr.app import Message, RecordDict
 from aqg.errors import AqgError, MessageError
 from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, unpack
 from aqg.flower.metrics import plain
-from aqg.flower.private import bounded_pulls, pause_after
+from aqg.flower.private import bounded_pulls, pauses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,29 +37,18 @@ class Roster:
 
     With ``trust_partition_id`` a client is the ``partition-id`` that a node reports. A second node
     that reports the same one is refused while the first is connected and answers.
-
-    Args:
-        num_clients: ``M``.
-        trust_partition_id: know clients by what nodes report.
-
-    Attributes:
-        num_samples: of each client, 0 where unknown.
-        asked: until when each node has time to introduce itself.
-        pending: the messages that ask for it.
-
     """
 
     def __init__(self, num_clients: int, trust_partition_id: bool) -> None:
         self.num_clients = num_clients
         self.trust_partition_id = trust_partition_id
-        self.num_samples = np.zeros(num_clients)
-        self.asked: dict[int, float] = {}
-        self.pending: set[str] = set()
+        self.num_samples = np.zeros(num_clients)  # 0 where unknown
+        self.asked: dict[int, float] = {}  # until when each node has time to introduce itself
+        self.pending: set[str] = set()  # the messages that ask for it
         self._nodes: dict[int, int] = {}
         self._clients: dict[int, int] = {}
         self._online: set[int] = set()
         self._claims: dict[int, int] = {}
-        self._reported: set[int] = set()
         self._silent: set[int] = set()
         self._refused: dict[int, str] = {}
 
@@ -68,7 +57,6 @@ class Roster:
         self.num_samples = num_samples.copy()
         self._nodes = {client: node for client, node in enumerate(nodes) if node}
         self._clients = {node: client for client, node in self._nodes.items()}
-        self._reported = set(self._clients)
 
     @property
     def nodes(self) -> list[int]:
@@ -78,10 +66,6 @@ class Roster:
     def present(self) -> list[int]:
         return [c for c in range(self.num_clients) if self._nodes.get(c) in self._online]
 
-    @property
-    def present_nodes(self) -> list[int]:
-        return [self._nodes[client] for client in self.present]
-
     def node_of(self, client: int) -> int:
         return self._nodes[client]
 
@@ -89,13 +73,12 @@ class Roster:
         return self._clients.get(node)
 
     def strangers(self) -> list[int]:
-        return sorted(self._online - self._reported)
+        return sorted(self._online - self._claims.keys() - self._clients.keys())
 
     def update(self, online: set[int]) -> None:
         """Take note of who is connected, and give indices to newcomers."""
         self._online = online
         self._claims = {node: claim for node, claim in self._claims.items() if node in online}
-        self._reported &= online | self._clients.keys()
         self._refused = {node: why for node, why in self._refused.items() if node in online}
         if self.trust_partition_id:
             for node in sorted(self._claims):
@@ -110,7 +93,6 @@ class Roster:
 
     def introduce(self, node: int, partition: int) -> None:
         self._claims[node] = partition
-        self._reported.add(node)
         self._bind_claim(node)
 
     def heard(self, node: int, answered: bool) -> None:
@@ -160,17 +142,13 @@ def wait_for(grid: Grid, roster: Roster, num_clients: int, seconds: float, patie
 
     A node that has not introduced itself for as long as ``patience`` is asked again.
     """
-    started = time.monotonic()
-    while True:
+    for _ in pauses(seconds):
         roster.update(set(grid.get_node_ids()))
         if roster.trust_partition_id:
             _introduce(grid, roster, patience)
         if len(roster.present) >= num_clients:
             return True
-        waited = time.monotonic() - started
-        if waited >= seconds:
-            return False
-        time.sleep(pause_after(waited, seconds))
+    return False
 
 
 def _introduce(grid: Grid, roster: Roster, patience: float) -> None:

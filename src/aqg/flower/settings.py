@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aqg.core.downlink import AUTO, Downlink, make_downlink, resolve_downlink
+from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipe import Recipe, kind_of_updates
 from aqg.core.recipes import make_recipe
@@ -50,7 +50,8 @@ class Settings(FlowerSettings):
                 "number of clients"
             )
         if self.recipe:
-            self.make_downlink(self.make_recipe())
+            recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+            resolve_downlink(self.downlink, recipe.for_updates(self.updates))
         elif self.downlink != AUTO:
             make_downlink(self.downlink)
         if self.step != AUTO_STEP:
@@ -83,13 +84,6 @@ class Settings(FlowerSettings):
     @property
     def updates(self) -> str:
         return kind_of_updates(self.exact, self.participation)
-
-    def make_recipe(self) -> Recipe:
-        recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        return recipe.for_updates(self.updates)
-
-    def make_downlink(self, recipe: Recipe) -> Downlink:
-        return resolve_downlink(self.downlink, recipe)
 
     def make_step(self, recipe: Recipe) -> StepRule:
         if self.step == AUTO_STEP and self.alpha:

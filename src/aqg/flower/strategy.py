@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from aqg.channel.server import agreement
 from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
-from aqg.core.downlink import describe_downlink
+from aqg.core.downlink import describe_downlink, resolve_downlink
 from aqg.errors import ConfigError, RunError
 from aqg.flower.arrays import record_of, values_of
 from aqg.flower.grid import CompressedGrid
@@ -120,16 +120,14 @@ class AQG(Strategy):
         loggers: Sequence[RunLogger] = (),
         **settings: Any,
     ) -> None:
-        names = [field.name for field in fields(Settings)]
         for name in settings:
-            if name not in names:
-                close = get_close_matches(name, names, n=1)
+            if name not in KEYS:
+                close = get_close_matches(name, KEYS, n=1)
                 meant = f"; {close[0]!r} is meant?" if close else ""
                 raise ConfigError(f"AQG has no setting {name!r}{meant}")
         spec = recipe if isinstance(recipe, str) else ""
         chosen = {"num_clients": num_clients, "rounds": _ROUNDS, "recipe": spec, **settings}
-        keyed = {KEYS[name]: value for name, value in chosen.items()}
-        self.settings = read_settings(keyed)
+        self.settings = read_settings({KEYS[name]: value for name, value in chosen.items()})
         self.final: Any = None
         self.results: dict[str, Any] = {}
         self._recipe = None if isinstance(recipe, str) else recipe
@@ -178,13 +176,12 @@ class AQG(Strategy):
             initial_arrays: the model to start from. Of a torch module, the parameters that require
                 a gradient travel; of an ArrayRecord, all of floating point that ``include`` and
                 ``exclude`` leave; a flat vector is nothing but parameters.
-            num_rounds: how many rounds in all; as in the settings where it is not given.
-            timeout: seconds until a round goes on without those who have not answered; as
-                ``round_timeout`` of the settings where it is not given.
-            train_config: for the clients' ``train`` handlers, beside ``server-round``.
-            evaluate_config: for their ``evaluate`` handlers.
-            evaluate_fn: called with the round and the model, before the first round and after
-                every one, or every ``metrics_every`` rounds where that is set.
+            num_rounds: by default as in the settings, and so is ``timeout``.
+            timeout: seconds until a round goes on without those who have not answered.
+            train_config: for handlers, beside ``server-round``.
+            evaluate_config: likewise.
+            evaluate_fn: is called with the model before the first round and after every one, or
+                every ``metrics_every`` rounds where that is set.
 
         The results have the rounds of this start; those before a restart are in ``run_dir``; in
         ``traffic`` they have the bytes of each node. Where steps adapt, the final model, and what
@@ -246,10 +243,10 @@ class AQG(Strategy):
         """Take the step that the replies make."""
         run = self._require_run(server_round)
         answered = {reply.metadata.reply_to_message_id: reply for reply in replies}
-        found: dict[int, dict[str, float]] = {}
+        found, taken = dict[int, dict[str, float]](), run.channel.taken
         for client, message in self._sent.items():
             metrics = run.accounts.hear(client, answered.get(message.metadata.message_id))
-            if metrics is not None and client in run.channel.taken:
+            if metrics is not None and client in taken:
                 run.roster.num_samples[client] = metrics.get(EXAMPLES, 0.0)
                 found[client] = metrics
         run.channel.reweigh(run.accounts.weights())
@@ -322,7 +319,8 @@ class AQG(Strategy):
         named = {name: getattr(settings, name) for name in names}
         chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()
-        downlink, rule = settings.make_downlink(recipe), settings.make_step(recipe)
+        downlink = resolve_downlink(settings.downlink, recipe)
+        rule = settings.make_step(recipe)
         roster = Roster(settings.num_clients, settings.trust_partition_id)
         training = settings.training()
         stepping = Stepping(
@@ -410,7 +408,7 @@ class AQG(Strategy):
         self.final = run.model.filled(averaged)
         make = partial(run.model.tensors, averaged)
         self.results = run.journal.finish(evaluated, self._loss, metrics, make)
-        run.grid.finish(run.roster.present_nodes)
+        run.grid.finish(map(run.roster.node_of, run.roster.present))
         run.result.traffic = run.grid.counts  # type: ignore[attr-defined]
         _logger.info("done: %s", {key: self.results[key] for key in _SAID})
 
@@ -441,16 +439,9 @@ class AQG(Strategy):
     def _messages(
         self, run: _Run, clients: list[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        return [
-            Message(
-                RecordDict({ARRAYS: arrays, CONFIG: config}),
-                dst_node_id=run.roster.node_of(client),
-                message_type=kind,
-                ttl=run.settings.round_timeout,  # an order that was not picked up dies with it
-                group_id=str(run.channel.version),
-            )
-            for client in clients
-        ]
+        content, ttl = RecordDict({ARRAYS: arrays, CONFIG: config}), run.settings.round_timeout
+        nodes, group = map(run.roster.node_of, clients), str(run.channel.version)
+        return [Message(content, node, kind, ttl=ttl, group_id=group) for node in nodes]
 
     def _require_run(self, server_round: int) -> _Run:
         if self._run is None:

@@ -49,24 +49,13 @@ _FARTHEST = 1e300
 
 
 class TaskModel:
-    """A client's module, and its buffers, which objectives take from here (`Carrier`).
-
-    Args:
-        layout: which tensors travel.
-        module: that is trained.
-        buffers: that the module comes with.
-
-    Attributes:
-        initial: the same.
-        is_agreed: whether it was compared with the server's.
-
-    """
+    """A client's module, and its buffers, which objectives take from here (`Carrier`)."""
 
     def __init__(self, layout: ModelLayout, module: torch.nn.Module, buffers: Buffers) -> None:
-        self.layout = layout
+        self.layout = layout  # which tensors travel
         self.module = module
-        self.initial = self.buffers = buffers
-        self.is_agreed = False
+        self.initial = self.buffers = buffers  # that the module comes with
+        self.is_agreed = False  # whether it was compared with the server's
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
         return self.buffers
@@ -244,8 +233,7 @@ class FlowerTask:
             include: name patterns of the parameters that travel, such as ``"*.lora_*"``; by
                 default all that require a gradient.
             exclude: name patterns of parameters and buffers that stay with the client.
-            statistics: what becomes of buffers that training changes, such as the running
-                statistics of batch normalization: ``"average"``, ``"local"`` or ``"frozen"``.
+            statistics: what becomes of buffers that training changes; see `AQG`.
 
         The upload is the pseudo-gradient ``θ - θ_local``. With ``alpha`` at its default ``1/M`` the
         server's step is federated averaging. Give `make_server_app` the same module and options.
