@@ -20,6 +20,7 @@ from aqg import make_recipe
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
+from aqg.core.recipe import kind_of_updates
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
@@ -99,7 +100,8 @@ class Federation:
     def agree(self):
         """Whether every client's mirror and model on disk are the server's."""
         arrays = read_arrays(self.path / "run" / "checkpoint.npz")
-        recipe = make_recipe(self.config["recipe"]).for_updates(self.config["exact"])
+        updates = kind_of_updates(self.config["exact"], self.config.get("fraction-train", 1.0))
+        recipe = make_recipe(self.config["recipe"]).for_updates(updates)
         downlink = resolve_downlink(self.config["downlink"], recipe)
         book = book_from_arrays(arrays, recipe, Step(0.0, downlink=downlink), None)
         for client in range(3):
@@ -357,7 +359,7 @@ def test_a_damaged_state_on_disk_is_not_used(tmp_path):
         if node == 18 and round_of(message) == 3:
             file = federation.mirror_of(1) / "state.json"
             index = json.loads(file.read_text())
-            cell = index["current"]["arrays"]["mirrors"]
+            cell = index["current"]["arrays"]["mirrors-0"]
             cell["bytes"] = "0123" + cell["bytes"][4:]
             file.write_text(json.dumps(index))
         if node == 18 and round_of(message) == 4:
@@ -637,7 +639,7 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path):
     with pytest.raises(RunError, match="mirror 2 has changed"):
         federation.run()
     write_arrays(file, arrays | {"format": np.array(2)})
-    with pytest.raises(RunError, match="has format 2; this version of aqg reads 6"):
+    with pytest.raises(RunError, match="has format 2; this version of aqg reads 7"):
         federation.run()
 
 
