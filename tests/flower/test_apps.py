@@ -359,7 +359,7 @@ def test_a_damaged_state_on_disk_is_not_used(tmp_path):
         if node == 18 and round_of(message) == 3:
             file = federation.mirror_of(1) / "state.json"
             index = json.loads(file.read_text())
-            cell = index["current"]["arrays"]["mirrors-0"]
+            cell = index["current"]["arrays"]["track/position"]
             cell["bytes"] = "0123" + cell["bytes"][4:]
             file.write_text(json.dumps(index))
         if node == 18 and round_of(message) == 4:
