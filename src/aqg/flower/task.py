@@ -14,9 +14,15 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from aqg.errors import AqgError, ConfigError, DataError, GradientError
-from aqg.flower.arrays import record_of, values_of
-from aqg.flower.envelope import refusal
-from aqg.flower.metrics import EVALUATED, EXAMPLES, as_metrics, loss_in
+from aqg.flower.envelope import (
+    EVALUATED,
+    EXAMPLES,
+    as_metrics,
+    loss_in,
+    record_of,
+    refusal,
+    values_of,
+)
 from aqg.flower.mod import ORDER, UPDATE, make_mod
 from aqg.flower.models import VECTOR, values_in
 from aqg.objectives.layout import Buffers, ModelLayout
