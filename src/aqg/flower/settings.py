@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
@@ -95,16 +95,6 @@ class Settings(FlowerSettings):
     @property
     def largest_share(self) -> float:
         return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
-
-
-def describe_step(rule: StepRule) -> str:
-    """Return the setting that makes a rule for the length of steps.
-
-    >>> describe_step(make_step("dog:first=0.1"))
-    'dog:average=8:first=0.1:widest=8'
-    """
-    options = asdict(rule)
-    return ":".join([rule.name, *(f"{name}={value:g}" for name, value in options.items())])
 
 
 def read_settings(

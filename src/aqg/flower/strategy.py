@@ -40,7 +40,7 @@ from aqg.flower.grid import CompressedGrid
 from aqg.flower.journal import Journal
 from aqg.flower.models import ServerModel, is_module, make_model
 from aqg.flower.reports import Accounts
-from aqg.flower.settings import KEYS, Settings, describe_step, read_settings
+from aqg.flower.settings import KEYS, Settings, read_settings
 from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class AQG(Strategy):
             | {
                 "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
                 "downlink": describe_downlink(downlink),
-                "step": describe_step(rule),
+                "step": ":".join([rule.name, *(f"{n}={v:g}" for n, v in asdict(rule).items())]),
             }
         )
         values = values_of(model.record)
