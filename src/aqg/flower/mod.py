@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from aqg.channel.client import Held, OutOfReachError, receive, reply_to
+from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
 from aqg.core.types import to_numpy
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.envelope import (
@@ -38,7 +38,7 @@ from aqg.flower.envelope import (
     unpack,
     values_of,
 )
-from aqg.flower.memory import Memory, partition_of
+from aqg.flower.memory import NodeMemory, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ def make_mod(
                 partition = partition_of(context)
                 said = Envelope([(str(-1 if partition is None else partition), HELLO, None)])
                 return answer(message, said)
-            memory = Memory(context, directory)
+            memory = NodeMemory(context, directory)
             if ENDED in kinds:
                 for run, kind, _ in envelope.records:
                     if kind == ENDED:
