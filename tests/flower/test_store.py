@@ -15,8 +15,7 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app
-from aqg.flower.arrays import record_of
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, unpack
+from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of, unpack
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint

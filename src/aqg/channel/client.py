@@ -7,13 +7,14 @@ anything else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import zlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,42 +37,61 @@ from aqg.core.recipes import make_recipe
 from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
 from aqg.protocol.client import intact_base, log_reply, short
+from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
 from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
-from aqg.protocol.store import ArrayStore
+from aqg.protocol.store import ArrayStore, ClientStore
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.store import ClientStore, Vault
+    from aqg.protocol.store import Vault
 
 _logger = logging.getLogger("aqg.channel")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
-class Memory(Protocol):
-    """Where a client remembers."""
+class Memory:
+    """What a client remembers; subclasses say where, in `runs` and `vault`."""
 
-    def terms(self) -> Iterable[Order]:
-        """Return the terms of the models that are held, the likeliest first."""
+    def runs(self) -> Iterable[str]:
+        """Return the names of what is held, the likeliest first."""
+        raise NotImplementedError
+
+    def vault(self, run: str, name: str) -> Vault:
+        """Return the place for a part of what is remembered of a run, by its own name."""
+        raise NotImplementedError
+
+    def terms(self) -> Iterator[Order]:
+        """Yield the terms of the models that are held, the likeliest first."""
+        for run in self.runs():
+            terms = self.copies(run).terms()
+            if terms is not None:
+                yield terms
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
+        return CopyStore(self.vault(run, run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
         """Return the place for the mirror of the updates to some of its tensors."""
+        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
+        name = f"{run}-{choice.hexdigest()}"
+        return ClientStore(self.vault(run, name), name)
 
     def own(self, run: str) -> OwnTensors:
         """Return the place for tensors that the client keeps to itself."""
+        name = f"{run}-own"
+        return OwnTensors(self.vault(run, name), name)
 
 
 class OutOfReachError(Exception):
