@@ -52,7 +52,7 @@ def test_reference_engine_and_resume(recipe, dtype):
         assert fast.run_round() == record
         if number >= 12:
             assert resumed.run_round() == record
-    assert reference.state().to_arrays()["stage/clip/usual"].all()
+    assert reference.state().to_arrays()["clients/stages/clip/usual"].all()
     assert_same(fast, reference)
     assert_same(resumed, reference)
     plain = FastSimulation(problem, make_recipe("lean"), 0.05, training=TRAINING, **ARGUMENTS)

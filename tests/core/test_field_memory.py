@@ -53,17 +53,20 @@ def test_engines_agree_and_resume(name, dtype):
 
 def test_only_what_a_recipe_needs_is_kept():
     used = {
-        "topk": {"stage/feedback/residual"},
-        "ef21": {"mirrors"},
-        "ef21-m": {"mirrors", "stage/average/average"},
-        "clag": {"mirrors", "stage/own_movement/last"},
+        "topk": {"clients/stages/feedback/residual"},
+        "ef21": {"clients/track/position"},
+        "ef21-m": {"clients/track/position", "clients/stages/average/average"},
+        "clag": {"clients/track/position", "clients/stages/own_movement/last"},
         "eden": set(),
-        "dadaquant": {"stage/loss_schedule/notes"},
-        "auto": {"mirrors", "stage/wider_tolerance/energy"},
+        "dadaquant": {"clients/stages/loss_schedule/notes"},
+        "auto": {"clients/track/position", "clients/stages/wider_tolerance/energy"},
     }
     for name, expected in used.items():
         arrays = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state().to_arrays()
-        slots = {"mirrors", *(key for key in arrays if key.startswith("stage/"))}
+        slots = {
+            "clients/track/position",
+            *(key for key in arrays if key.startswith("clients/stages/")),
+        }
         assert {slot for slot in slots if arrays[slot].size} == expected, name
 
 
