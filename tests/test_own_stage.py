@@ -11,7 +11,7 @@ from aqg.cli.app import run_app
 from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout
+from aqg.sim.training import Dropout
 
 from tests.problems import assert_same, tiny_problem
 
@@ -34,7 +34,7 @@ def recipe(code):
     return make_recipe("clipped:factor=0.9")
 
 
-ARGUMENTS = {"dropout": BernoulliDropout(0.3, seed=2), "seed": 3}
+ARGUMENTS = {"dropout": Dropout(0.3, seed=2), "seed": 3}
 TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
 
 

@@ -11,7 +11,7 @@ from aqg.core.stages import OwnMovement, RunningAverage
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed, tiny_problem
 
@@ -35,7 +35,7 @@ TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participati
 @pytest.mark.parametrize(("name", "dtype"), crossed(list(COMBINATIONS), ["float32", "float64"]))
 def test_engines_agree_and_resume(name, dtype):
     problem = tiny_problem(dtype, num_clients=5, unequal=True)
-    arguments = (problem, COMBINATIONS[name], 0.05, BernoulliDropout(0.2, seed=2), 3)
+    arguments = (problem, COMBINATIONS[name], 0.05, Dropout(0.2, seed=2), 3)
     reference = ReferenceSimulation(*arguments, training=TRAINING)
     block_bytes = 2 * problem.initial_params.nbytes
     fast = FastSimulation(*arguments, block_bytes=block_bytes, training=TRAINING)

@@ -13,7 +13,7 @@ from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
 from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 
@@ -70,7 +70,7 @@ def test_the_seed_matters_where_there_is_chance():
 
 @pytest.mark.parametrize("name", SOME_RECIPES)
 def test_resumes_bit_for_bit_at_any_round(name):
-    dropout = BernoulliDropout(0.3, seed=9)
+    dropout = Dropout(0.3, seed=9)
     whole = simulate(name, dropout=dropout)
     states = []
     records = []
@@ -87,7 +87,7 @@ def test_resumes_bit_for_bit_at_any_round(name):
 @pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
 def test_mirrors_agree_to_the_last_bit(name, dtype):
     """Long run, random drops, one client away for a while: both sides hold the same bits."""
-    dropout = ScriptedDropout((Absence(2, 20, 70),), BernoulliDropout(0.4, seed=3))
+    dropout = Dropout(0.4, seed=3, absences=((2, 20, 70),))
     simulation = ReferenceSimulation(
         tiny_problem(dtype, unequal=True),
         make_recipe(name, max_staleness=20),

@@ -12,7 +12,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed, some_recipes, tiny_problem
 
@@ -21,11 +21,11 @@ SETTINGS = {
     "all take part": ({}, None),
     "sampled, adam": (
         {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
-        ScriptedDropout((Absence(1, 3, 15), Absence(3, 9, 18))),
+        Dropout(absences=((1, 3, 15), (3, 9, 18))),
     ),
     "noisy, momentum": (
         {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
-        BernoulliDropout(0.3, seed=8),
+        Dropout(0.3, seed=8),
     ),
 }
 FIRST = [
@@ -117,7 +117,7 @@ def test_a_state_without_a_log_does_not_fit():
 
 def test_a_client_that_was_away_for_long_takes_a_snapshot():
     problem = tiny_problem(num_clients=4)
-    away = ScriptedDropout((Absence(2, 2, 150),))
+    away = Dropout(absences=((2, 2, 150),))
     training = Training(downlink=Condensed(), local=LOCAL)
     arguments = (problem, make_recipe("qsgd"), 0.1, away, 4)
     simulation = ReferenceSimulation(*arguments, training=training)
@@ -141,7 +141,7 @@ def test_torch_publishes_the_same(name, downlink):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=6, unequal=True)
     training = Training(downlink=make_downlink(downlink), local=LOCAL)
-    arguments = (problem, make_recipe(name), 0.05, BernoulliDropout(0.3, seed=1), 4)
+    arguments = (problem, make_recipe(name), 0.05, Dropout(0.3, seed=1), 4)
     cpu = FastSimulation(*arguments, training=training)
     other = FastSimulation(*arguments, device="torch:cpu", training=training)
     for _ in range(30):

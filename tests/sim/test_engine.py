@@ -15,17 +15,17 @@ from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
 from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
 
-AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
+AWAY = ((1, 3, 14), (3, 8, 19))
 
 
 @pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
 def test_equals_the_reference_bit_for_bit(name, loses):
     problem = tiny_problem(num_clients=6, unequal=loses)
-    dropout = ScriptedDropout(AWAY, BernoulliDropout(0.3, seed=8)) if loses else None
+    dropout = Dropout(0.3, seed=8, absences=AWAY) if loses else None
     arguments = (problem, make_recipe(name, max_staleness=8), 0.1, dropout, 4)
     reference = ReferenceSimulation(*arguments)
     # Two clients per block, so that a round takes several.
@@ -36,7 +36,7 @@ def test_equals_the_reference_bit_for_bit(name, loses):
 def run_both(device, name, rounds, tolerance):
     problem = tiny_problem(num_clients=6, unequal=True)
     recipe = make_recipe(name)
-    arguments = (problem, recipe, 0.05, BernoulliDropout(0.3, seed=1), 4)
+    arguments = (problem, recipe, 0.05, Dropout(0.3, seed=1), 4)
     cpu = FastSimulation(*arguments)
     other = FastSimulation(*arguments, device=device)
     for _ in range(rounds):
@@ -234,7 +234,7 @@ def test_steps_that_overflow_are_taken_without_a_word(dtype):
 
 def test_the_loss_of_absent_clients_counts_too():
     problem = tiny_problem(num_clients=4)
-    dropout = ScriptedDropout((Absence(1, 2, 3), Absence(3, 1, 4)))
+    dropout = Dropout(absences=((1, 2, 3), (3, 1, 4)))
     simulation = FastSimulation(problem, make_recipe("aqg"), 0.05, dropout)
     for _ in range(5):
         expected = simulation.loss()

@@ -19,7 +19,7 @@ from aqg.sim.late import Late, Outages, Speeds, make_late
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import assert_same, tiny_problem
 
@@ -52,7 +52,7 @@ def test_engine_equals_the_reference_bit_for_bit(name, participation):
     downlink = make_downlink("condensed") if name != "fedavg" else make_downlink("full")
     options = {
         "late": late,
-        "dropout": BernoulliDropout(0.1, seed=8),
+        "dropout": Dropout(0.1, seed=8),
         "training": Training(LOCAL, participation=participation, downlink=downlink),
     }
     assert not recipe.memory.keeps_mirror

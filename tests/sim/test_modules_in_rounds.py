@@ -14,7 +14,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed
 
@@ -119,7 +119,7 @@ PROBLEMS = {
 @pytest.mark.parametrize(("name", "recipe"), crossed(list(PROBLEMS), ["auto", "qsgd"]))
 def test_engine_equals_the_reference_bit_for_bit(name, recipe):
     problem = PROBLEMS[name]()
-    arguments = (problem, make_recipe(recipe), 0.08, BernoulliDropout(0.2, seed=8), 3)
+    arguments = (problem, make_recipe(recipe), 0.08, Dropout(0.2, seed=8), 3)
     reference = ReferenceSimulation(*arguments, training=MINIBATCHES)
     fast = FastSimulation(
         *arguments, training=MINIBATCHES, block_bytes=2 * problem.initial_params.nbytes

@@ -13,7 +13,7 @@ from aqg.errors import RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import assert_same, crossed, soak, tiny_problem
 
@@ -40,7 +40,7 @@ def simulations(setting, downlink, recipe="auto", scale=1.0):
     training = Training(
         local=LOCAL, downlink=make_downlink(downlink), step=DistanceOverGradients(), **options
     )
-    arguments = (problem, make_recipe(recipe), NATURAL, BernoulliDropout(dropout, seed=8), 4)
+    arguments = (problem, make_recipe(recipe), NATURAL, Dropout(dropout, seed=8), 4)
     return (
         ReferenceSimulation(*arguments, training=training),
         FastSimulation(*arguments, training=training),

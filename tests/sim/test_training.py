@@ -21,7 +21,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.wire import decode
 
 from tests.problems import SOME_RECIPES, assert_same, crossed, soak, tiny_problem
@@ -53,7 +53,7 @@ def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **op
     [(n, f) for i, f in enumerate(FEATURES) for n in ("lean", ("gd", "qsgd", "onebit")[i % 3])],
 )
 def test_engine_equals_the_reference_bit_for_bit(name, feature):
-    options = {"training": FEATURES[feature], "dropout": BernoulliDropout(0.2, seed=8)}
+    options = {"training": FEATURES[feature], "dropout": Dropout(0.2, seed=8)}
     reference = simulate(ReferenceSimulation, name, **options)
     fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
     assert_same(fast, reference, rounds=15)
@@ -255,7 +255,7 @@ def test_exactly_the_fraction_is_asked(fraction, expected):
 
 
 def test_sampling_comes_on_top_of_dropouts():
-    dropout = BernoulliDropout(0.5, seed=1)
+    dropout = Dropout(0.5, seed=1)
     simulation = simulate(FastSimulation, "gd", Training(participation=0.5), dropout=dropout)
     counts = [simulation.run_round().num_uploads for _ in range(40)]
     assert max(counts) <= 3
@@ -391,7 +391,7 @@ def test_fedavg_is_the_mean_of_those_who_took_part(engine):
     problem = tiny_problem(num_clients=10)
     training = Training(LocalTraining(batch_size=5, steps=3, rate=0.1), participation=0.5)
     natural = 0.1 * 3 / 10
-    dropout = BernoulliDropout(0.4, seed=3)
+    dropout = Dropout(0.4, seed=3)
     simulation = engine(problem, make_recipe("fedavg"), natural, dropout, 1, training=training)
     counts = set()
     for number in range(1, 9):
