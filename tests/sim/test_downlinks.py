@@ -11,10 +11,9 @@ from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
-from tests.problems import assert_same, crossed, some_recipes, tiny_problem
+from tests.problems import check_engines, check_torch, crossed, some_recipes, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 SETTINGS = {
@@ -35,7 +34,7 @@ FIRST = [
 ROUNDS = 20
 
 
-def simulations(name, setting, downlink, dtype="float64"):
+def terms(name, setting, downlink, dtype="float64"):
     problem = tiny_problem(num_clients=6, unequal=True)
     initial = problem.initial_params.astype(dtype)
     clients = tuple(
@@ -46,18 +45,19 @@ def simulations(name, setting, downlink, dtype="float64"):
     training = Training(downlink=make_downlink(downlink), **options)
     step = 0.02 if "adam" in setting else 0.1
     arguments = (problem, make_recipe(name, max_staleness=15), step, dropout, 4)
-    block_bytes = 2 * initial.nbytes
-    return (
-        ReferenceSimulation(*arguments, training=training),
-        FastSimulation(*arguments, block_bytes=block_bytes, training=training),
-    )
+    return arguments, {"training": training}
+
+
+def simulations(*setting):
+    arguments, options = terms(*setting)
+    return ReferenceSimulation(*arguments, **options), FastSimulation(*arguments, **options)
 
 
 @pytest.mark.parametrize("setting", FIRST)
 @pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
 def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
-    reference, fast = simulations(name, setting, downlink)
-    assert_same(fast, reference, rounds=ROUNDS)
+    arguments, options = terms(name, setting, downlink)
+    check_engines(*arguments, **options, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)
@@ -86,24 +86,6 @@ def test_every_client_of_the_reference_holds_the_servers_model():
                 for mine, theirs in zip(reference.models[m].vectors, expected.vectors, strict=True):
                     assert mine.tobytes() == theirs.tobytes()
                 assert reference.models[m].history == expected.history
-
-
-@pytest.mark.parametrize(
-    ("setting", "downlink", "engine"),
-    crossed(list(SETTINGS), ["exact", "condensed"], [0, 1]),
-)
-def test_a_resumed_run_counts_on(setting, downlink, engine):
-    whole = simulations("auto", setting, downlink)[1]
-    records = [whole.run_round() for _ in range(ROUNDS)]
-    halves = simulations("auto", setting, downlink)
-    first = halves[1 - engine]
-    for expected in records[:12]:
-        assert first.run_round() == expected
-    arrays = first.state().to_arrays()
-    second = halves[engine]
-    second.restore(SimulationState.from_arrays(arrays))
-    for expected in records[12:]:
-        assert second.run_round() == expected
 
 
 def test_a_state_without_a_log_does_not_fit():
@@ -142,13 +124,7 @@ def test_torch_publishes_the_same(name, downlink):
     problem = tiny_problem(num_clients=6, unequal=True)
     training = Training(downlink=make_downlink(downlink), local=LOCAL)
     arguments = (problem, make_recipe(name), 0.05, Dropout(0.3, seed=1), 4)
-    cpu = FastSimulation(*arguments, training=training)
-    other = FastSimulation(*arguments, device="torch:cpu", training=training)
-    for _ in range(30):
-        expected, found = cpu.run_round(), other.run_round()
-        assert found.widths == expected.widths
-        assert abs(found.download_bytes - expected.download_bytes) <= 0.02 * found.download_bytes
-    assert other.parameters == pytest.approx(cpu.parameters, rel=1e-6, abs=1e-6)
+    check_torch(*arguments, training=training, rounds=30, rel=1e-6)
 
 
 def test_bad_settings_are_named():
