@@ -189,7 +189,7 @@ class RunSettings(CommonSettings):
     validation: float = setting(0.0,
         "Share of its samples that every client holds out for targets.", TARGET, BELOW_1)
     absences: tuple[tuple[int, int, int], ...] = setting((),
-        "Scripted dropouts: lists of client, first round and first round back.")
+        "Scripted dropouts: lists of client, first and last round away.")
     plugins: tuple[str, ...] = setting((), "Python files that register recipes.")
     perturbation: int = setting(0,
         "Change the last bit of the data at random; 0: leave it.", bound=FROM_0)
