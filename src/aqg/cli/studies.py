@@ -136,7 +136,7 @@ def _run_study(
                 folder, ceiling = directory / job.name, plan.ceiling(job)
                 return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
-            carry_out(plan, make_task, place, shown.show)
+            carry_out(plan.next, make_task, place, plan.take, shown.show)
         except Interrupted:
             if not is_begun:
                 raise Interrupted("stopped before the first run; nothing was written") from None
