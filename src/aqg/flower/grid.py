@@ -165,7 +165,7 @@ class CompressedGrid(OuterGrid):
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
-        self._whole: dict[str, ArrayRecord] = {}
+        self._whole: dict[str, tuple[int, ArrayRecord]] = {}  # and the version that it is
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -302,15 +302,14 @@ class CompressedGrid(OuterGrid):
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
             self.channels[name] = channel
-            self._whole[name] = record  # at first the copy is the model
+            self._whole[name] = channel.version, record  # at first the copy is the model
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._speakers
-        version = channel.version
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
-        if channel.version != version:
-            self._whole.pop(name, None)
+        if name in self._whole and self._whole[name][0] != channel.version:
+            del self._whole[name]
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
@@ -368,8 +367,8 @@ class CompressedGrid(OuterGrid):
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
         if name not in self._whole:
-            self._whole[name] = record_of(channel.copied().items())
-        return self._whole[name]
+            self._whole[name] = channel.version, record_of(channel.copied().items())
+        return self._whole[name][1]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""
