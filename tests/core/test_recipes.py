@@ -12,10 +12,9 @@ from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
-from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
+from tests.problems import SOME_RECIPES, some_recipes, tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
@@ -68,26 +67,10 @@ def test_the_seed_matters_where_there_is_chance():
     assert not np.array_equal(first.parameters, second.parameters)
 
 
-@pytest.mark.parametrize("name", SOME_RECIPES)
-def test_resumes_bit_for_bit_at_any_round(name):
-    dropout = BernoulliDropout(0.3, seed=9)
-    whole = simulate(name, dropout=dropout)
-    states = []
-    records = []
-    for _ in range(25):
-        states.append(whole.state())
-        records.append(whole.run_round())
-    for stop in (1, 17):
-        resumed = simulate(name, dropout=dropout)
-        resumed.restore(SimulationState.from_arrays(states[stop].to_arrays()))
-        assert run(resumed, 25 - stop) == records[stop:]
-        assert_same(resumed, whole)
-
-
 @pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
 def test_mirrors_agree_to_the_last_bit(name, dtype):
     """Long run, random drops, one client away for a while: both sides hold the same bits."""
-    dropout = ScriptedDropout((Absence(2, 20, 70),), BernoulliDropout(0.4, seed=3))
+    dropout = Dropout(0.4, seed=3, absences=((2, 20, 70),))
     simulation = ReferenceSimulation(
         tiny_problem(dtype, unequal=True),
         make_recipe(name, max_staleness=20),

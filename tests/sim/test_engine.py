@@ -15,50 +15,37 @@ from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
-from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
+from tests.problems import (
+    SOME_RECIPES,
+    assert_same,
+    check_engines,
+    check_torch,
+    some_recipes,
+    tiny_problem,
+)
 
-AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
+AWAY = ((1, 3, 14), (3, 8, 19))
 
 
 @pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
 def test_equals_the_reference_bit_for_bit(name, loses):
     problem = tiny_problem(num_clients=6, unequal=loses)
-    dropout = ScriptedDropout(AWAY, BernoulliDropout(0.3, seed=8)) if loses else None
-    arguments = (problem, make_recipe(name, max_staleness=8), 0.1, dropout, 4)
-    reference = ReferenceSimulation(*arguments)
-    # Two clients per block, so that a round takes several.
-    fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
-    assert_same(fast, reference, rounds=24)
+    dropout = Dropout(0.3, seed=8, absences=AWAY) if loses else None
+    recipe = make_recipe(name, max_staleness=8)
+    check_engines(problem, recipe, 0.1, dropout, 4, rounds=24)
 
 
-def run_both(device, name, rounds, tolerance):
-    problem = tiny_problem(num_clients=6, unequal=True)
-    recipe = make_recipe(name)
-    arguments = (problem, recipe, 0.05, BernoulliDropout(0.3, seed=1), 4)
-    cpu = FastSimulation(*arguments)
-    other = FastSimulation(*arguments, device=device)
-    for _ in range(rounds):
-        assert other.run_round().widths == cpu.run_round().widths
-    assert other.parameters == pytest.approx(cpu.parameters, rel=tolerance, abs=tolerance)
-    other.restore(cpu.state())
-    assert np.array_equal(other.state().clients.track.position, cpu.state().clients.track.position)
-
-
+@pytest.mark.parametrize("device", ["torch:cpu", "cuda"])
 @pytest.mark.parametrize("name", SOME_RECIPES)
-def test_torch_backend_takes_the_same_decisions(name):
-    """The code that runs on a GPU, here on torch's CPU device."""
-    pytest.importorskip("torch")
-    run_both("torch:cpu", name, 25, 1e-9)
-
-
-@pytest.mark.parametrize("name", SOME_RECIPES)
-def test_cuda_takes_the_same_decisions(name):
+def test_torch_takes_the_same_decisions(name, device):
+    """The code that runs on a GPU, on torch's CPU device as well."""
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    run_both("cuda", name, 60, 1e-9)
+    problem, dropout = tiny_problem(num_clients=6, unequal=True), Dropout(0.3, seed=1)
+    check_torch(problem, make_recipe(name), 0.05, dropout, 4, rounds=25, device=device)
 
 
 TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])
@@ -234,7 +221,7 @@ def test_steps_that_overflow_are_taken_without_a_word(dtype):
 
 def test_the_loss_of_absent_clients_counts_too():
     problem = tiny_problem(num_clients=4)
-    dropout = ScriptedDropout((Absence(1, 2, 3), Absence(3, 1, 4)))
+    dropout = Dropout(absences=((1, 2, 3), (3, 1, 4)))
     simulation = FastSimulation(problem, make_recipe("aqg"), 0.05, dropout)
     for _ in range(5):
         expected = simulation.loss()

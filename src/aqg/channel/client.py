@@ -21,7 +21,7 @@ import numpy as np
 from aqg import __version__
 from aqg.channel.copies import PublicCopy, xor
 from aqg.channel.first import decode_first
-from aqg.channel.server import MOVING, OPEN, agreement
+from aqg.channel.server import FORGETTING, MOVING, OPEN, agreement
 from aqg.channel.tensors import (
     Kind,
     Schema,
@@ -40,7 +40,7 @@ from aqg.protocol.client import intact_base, log_reply, short
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
-from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
+from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore, ClientStore
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
@@ -140,6 +140,11 @@ class Held(NamedTuple):
         return bool(self.order.layout[0] & OPEN)
 
     @property
+    def is_forgotten(self) -> bool:
+        """Whether nothing of it is to be held when it was answered."""
+        return _is_forgotten(self.order)
+
+    @property
     def is_completed(self) -> bool:
         """Whether some tensors are others than the order led to."""
         return self.is_stepping and bool(self.beside().own or self.beside().aliases)
@@ -188,7 +193,7 @@ def receive(
     recipe: Recipe | None = None,
     start: Callable[[], Values | None] = lambda: None,
 ) -> Held:
-    """Return the model that an order is about, and remember it.
+    """Return the model that an order is about, and remember it where the order allows that.
 
     Args:
         part: the order.
@@ -206,14 +211,15 @@ def receive(
         order = order_from_bytes(part, memory.terms())
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
-    store = memory.copies(order.run)
+    store = None if _is_forgotten(order) else memory.copies(order.run)
     if order.first:
         try:
             whole = decode_first(order.first, start)
         except OtherModelError as error:
             raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
     copy, schema, made = _open(order, whole, store, version, recipe)
-    store.save(copy, schema, order)
+    if store is not None:
+        store.save(copy, schema, order)
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
     held = Held(replace(order, movement=movement), schema, values, made)
@@ -225,11 +231,15 @@ def receive(
     return held
 
 
+def _is_forgotten(order: Order) -> bool:
+    return bool(order.layout[0] & FORGETTING)
+
+
 def _open(
-    order: Order, whole: Values | None, store: CopyStore, version: str, recipe: Recipe | None
+    order: Order, whole: Values | None, store: CopyStore | None, version: str, recipe: Recipe | None
 ) -> tuple[PublicCopy, Schema, Recipe]:
     """Return the copy that an order leads to; that before it is not held any more."""
-    found = None if whole is not None else store.load()
+    found = None if whole is not None or store is None else store.load()
     if whole is None and found is None:
         raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
     schema = found[1] if found is not None else Schema.of(whole or {})
@@ -389,6 +399,9 @@ def _respond(
             digest=zero.digest,
             fingerprint=agreement(recipe, size, dtype, order.seed, schema),
         )
+    if held.is_forgotten:
+        nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
+        return answer(recipe, nothing, order, make(chosen), loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)

@@ -176,12 +176,13 @@ def _tolerate(
 
 
 @dataclass(frozen=True)
-class StageWidth:
-    """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
+class ScheduledWidth:
+    """Send every round, ``q`` levels of either sign that a `aqg.core.stages.LossSchedule` gives."""
 
     def decide(self, case: Case) -> Decision:
         shape = case.innovation.squared_norm.shape
-        return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))
+        lengths = np.frexp(case.movement)[1]  # of ``q`` in bits
+        return Decision(np.ones(shape, np.bool_), np.full(shape, lengths + 1, np.int64))
 
 
 @dataclass(frozen=True)

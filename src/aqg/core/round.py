@@ -120,7 +120,6 @@ def compress(
         (news.seed, news.first, news.round),
         news.noise,
         flow.stored_errors,
-        flow.advice,
     )
     uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
     faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []

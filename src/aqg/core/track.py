@@ -91,8 +91,6 @@ class Terms(NamedTuple):
     key: tuple[int, int, int] = (0, 0, 0)
     noise: float = 1.0  # what corrections may carry, in their own energy
     stored_errors: Float64Array | None = None  # as in `aqg.core.policies.Case`
-    # of a stage to the quantizer, a row for each track, where there is any
-    advice: Float64Array | None = None
 
 
 class Gaps(NamedTuple):
@@ -145,6 +143,7 @@ def correct(
     chosen = space.rows(vectors, senders)
     steps, norms = innovation.steps, innovation.squared_norm
     seed, first, round_number = terms.key
+    movements = np.broadcast_to(terms.movement, len(rows))
 
     def encode(index: int) -> AnyUpload:
         place = senders.item(index)
@@ -154,7 +153,7 @@ def correct(
             step=steps.item(place, width - 1) if width <= steps.shape[1] else 0.0,
             squared_norm=norms.item(place),
             key=(seed, first + rows.item(place), round_number),
-            advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
+            movement=movements.item(place),
             noise=terms.noise,
         )
         return recipe.quantizer.quantize(chosen[index], request)

@@ -94,6 +94,8 @@ class Compressed(OuterStrategy):
             ``"rounded"`` to 8 bits; ``"digest"``, where nodes have it
             (``make_mod(start=...)``). By default ``"seed"`` where all of its layers look freshly
             initialized, else ``"exact"``. The strategy starts from what nodes receive.
+        memory: what nodes hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it, neither on disk nor in their context.
 
     """
 
@@ -109,6 +111,7 @@ class Compressed(OuterStrategy):
         downlink: str | None = None,
         seed: int = 0,
         start: str = "auto",
+        memory: str = "model",
     ) -> None:
         require_strategy(strategy)
         self.counts = Counts()
@@ -122,6 +125,7 @@ class Compressed(OuterStrategy):
             seed=seed,
             clip=self._clipping_norm,
             start=start,
+            memory=memory,
         )
         self.strategy = strategy  # what is set from here on may be the strategy's own
 

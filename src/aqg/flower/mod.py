@@ -113,6 +113,7 @@ def make_mod(
             told = {"seed": order.seed, "client": order.client, "round": order.round}
             message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
         is_first = FULL in kinds or any(model.order.first for model in models.values())
+        is_held = not all(model.is_forgotten for model in models.values())
         del envelope
         started = time.perf_counter()
         reply = call_next(message, context)
@@ -121,7 +122,7 @@ def make_mod(
         message.content = RecordDict()  # with the model, which the reply takes the place of
         try:
             envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
-            if is_first and memory.directory is not None:
+            if is_first and is_held and memory.directory is not None:
                 envelope.records.append(("", ON_DISK, None))
             reply.content[RECORD] = pack(envelope)
         except AqgError as error:

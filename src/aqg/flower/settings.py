@@ -13,7 +13,7 @@ from typing import Any
 
 from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipe import Recipe, kind_of_updates
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
 from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
@@ -46,7 +46,9 @@ class Settings(FlowerSettings):
             )
         if self.recipe:
             recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-            resolve_downlink(self.downlink, recipe.for_updates(self.updates))
+            recipe = recipe.for_updates(self.updates)
+            resolve_downlink(self.downlink, recipe)
+            require_memory(self.memory, recipe)
         elif self.downlink != AUTO:
             make_downlink(self.downlink)
         if self.step != AUTO_STEP:
@@ -63,7 +65,15 @@ class Settings(FlowerSettings):
     @property
     def terms(self) -> dict[str, Any]:
         """What a run that goes on must have kept as it was, beside recipe, model and seed."""
-        names = ("num_clients", "alpha", "optimizer", "weighting", "participation", "dropout")
+        names = (
+            "num_clients",
+            "alpha",
+            "optimizer",
+            "weighting",
+            "participation",
+            "dropout",
+            "memory",
+        )
         terms = {KEYS[name]: getattr(self, name) for name in names}
         return terms if self.weighting == "equal" else terms | {"max-share": self.largest_share}
 
@@ -78,7 +88,7 @@ class Settings(FlowerSettings):
 
     @property
     def updates(self) -> str:
-        return kind_of_updates(self.exact, self.participation)
+        return kind_of_updates(self.exact, self.participation, self.memory == "none")
 
     def make_step(self, recipe: Recipe) -> StepRule:
         if self.step == AUTO_STEP and self.alpha:

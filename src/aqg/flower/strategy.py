@@ -322,7 +322,7 @@ class AQG(Strategy):
         config: ConfigRecord,
     ) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start")
+        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start", "memory")
         named = {name: getattr(settings, name) for name in names}
         chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()
@@ -415,7 +415,8 @@ class AQG(Strategy):
         self.final = run.model.filled(averaged)
         make = partial(run.model.tensors, averaged)
         self.results = run.journal.finish(evaluated, self._loss, metrics, make)
-        run.grid.finish(map(run.roster.node_of, run.roster.present))
+        holders = [] if run.settings.memory == "none" else run.roster.present
+        run.grid.finish(map(run.roster.node_of, holders))
         run.result.traffic = run.grid.counts  # type: ignore[attr-defined]
         _logger.info("done: %s", {key: self.results[key] for key in _SAID})
 
