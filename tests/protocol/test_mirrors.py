@@ -1,7 +1,5 @@
 """The mirror protocol alone, over thousands of schedules of trouble."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -27,7 +25,7 @@ from aqg.protocol.mirrors import (
 )
 from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
-from tests.flower.schedules import Rates, World, same
+from tests.protocol.schedules import Rates, World, same
 
 SIZE = 8
 
@@ -305,18 +303,6 @@ def test_equal_numbers_with_different_content_are_told_apart():
     assert np.allclose(pair.book.state.model.total, pair.book.state.mirror(0), atol=1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["laq", "onebit"])
-def test_a_wiped_client_starts_again_from_zero(recipe):
-    pair = Pair(recipe)
-    for _ in range(3):
-        pair.round()
-    pair.client = ClientMirror.first(pair.recipe, SIZE, "float64")
-    reply = pair.answer(pair.order())
-    assert reply.restarted
-    assert pair.book.accept(0, reply, 1).message is not None
-    assert pair.agrees
-
-
 def test_a_changed_bit_in_storage_is_found():
     pair = Pair()
     pair.round()
@@ -409,8 +395,3 @@ def test_messages_come_back_as_they_were():
 def test_a_bad_order_is_refused(change, complaint):
     with pytest.raises(MessageError, match=complaint):
         replace(Pair().order(), **change)
-
-
-def test_the_protocol_needs_no_flower():
-    code = "import sys, aqg.protocol.mirrors; sys.exit('flwr' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
