@@ -203,14 +203,10 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
 
         return counted
 
-    class Grid(MemoryGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:  # noqa: ARG002
-            return self.pull_messages(set(self.push_messages(messages)))
-
     with tempfile.TemporaryDirectory() as directory:
         os.environ["AQG_STATE_DIR"] = directory
         nodes = {100 + m: {"partition-id": m, "num-partitions": 3} for m in range(3)}
-        grid = Grid(client.app, nodes, config, deliver=count(1), answer=count(0))
+        grid = MemoryGrid(client.app, nodes, config, deliver=count(1), answer=count(0))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             server.app(grid, Context(7, SUPERLINK_NODE, {}, RecordDict(), config))

@@ -44,11 +44,6 @@ STRATEGIES = {
 }
 
 
-class _Grid(MemoryGrid):
-    def send_and_receive(self, messages, *, timeout=None):
-        return self.pull_messages(set(self.push_messages(messages)))
-
-
 def make_net(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -98,7 +93,7 @@ def train(name, compressed, seed, rounds, recipe=None):
     strategy = Compressed(inner, recipe=recipe, seed=seed) if compressed else inner
     with tempfile.TemporaryDirectory() as directory:
         os.environ["AQG_STATE_DIR"] = directory
-        grid = _Grid(app, {100 + m: {"partition-id": m} for m in range(NUM_CLIENTS)})
+        grid = MemoryGrid(app, {100 + m: {"partition-id": m} for m in range(NUM_CLIENTS)})
         first = ArrayRecord(make_net(seed).state_dict())
         strategy.start(grid, first, num_rounds=rounds, evaluate_fn=evaluate)
     share = np.ones(2)

@@ -1,5 +1,6 @@
 """A Flower grid in memory: real messages, really serialized, real apps, and faults on demand."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -60,6 +61,7 @@ class MemoryGrid(Grid):
         self.contexts = {}
         self.replies = []
         self.extra = []
+        self.rounds = Counter()  # the train messages to each node
         self._ids = count(1)
 
     def set_run(self, run):
@@ -73,7 +75,7 @@ class MemoryGrid(Grid):
         raise NotImplementedError
 
     def send_and_receive(self, messages, *, timeout=None):
-        raise NotImplementedError
+        return self.pull_messages(set(self.push_messages(messages)))
 
     def get_node_ids(self):
         return list(self.node_configs)
@@ -85,6 +87,7 @@ class MemoryGrid(Grid):
             message.metadata.__dict__["_message_id"] = identifier
             identifiers.append(identifier)
             node = message.metadata.dst_node_id
+            self.rounds[node] += message.metadata.message_type == "train"
             learn(message)
             delivered = self.deliver(node, on_the_wire(message))
             if delivered is not None and node in self.node_configs:

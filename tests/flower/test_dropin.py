@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -33,30 +32,13 @@ from tests.flower.small_app import (
 from tests.problems import soak
 
 
-class Grid(MemoryGrid):
-    """Flower's own loop for those who use the grid as it is."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.rounds = Counter()
-
-    def send_and_receive(self, messages, *, timeout=None):
-        return self.pull_messages(set(self.push_messages(messages)))
-
-    def push_messages(self, messages):
-        messages = list(messages)
-        for node in {m.metadata.dst_node_id for m in messages if _trains(m)}:
-            self.rounds[node] += 1
-        return super().push_messages(messages)
-
-
 def _trains(message):
     return message.metadata.message_type == "train"
 
 
 def make_grid(app=None, num_clients=NUM_CLIENTS, **options):
     nodes = {100 + m: {"partition-id": m} for m in range(num_clients)}
-    return Grid(make_app([aqg_mod]) if app is None else app, nodes, **options)
+    return MemoryGrid(make_app([aqg_mod]) if app is None else app, nodes, **options)
 
 
 def everyone(**options):

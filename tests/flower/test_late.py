@@ -16,7 +16,8 @@ from aqg.flower.compressed import own_recipe
 from aqg.flower.grid import CompressedGrid
 
 from tests.flower.memory_grid import MemoryGrid
-from tests.flower.small_app import NUM_CLIENTS, OPTIMUM, distance, first_arrays, make_app
+from tests.flower.small_app import NUM_CLIENTS, distance, first_arrays, make_app
+from tests.flower.test_dropin import everyone, unevaluated
 
 
 class SlowGrid(MemoryGrid):
@@ -46,14 +47,6 @@ class SlowGrid(MemoryGrid):
     def send_and_receive(self, messages, *, timeout=None):
         wanted = set(self.push_messages(messages))
         return list(super().pull_messages(wanted))
-
-
-def everyone(**options):
-    return {
-        "min_train_nodes": NUM_CLIENTS,
-        "min_available_nodes": NUM_CLIENTS,
-        "fraction_evaluate": 0.0,
-    } | options
 
 
 def own_loop(grid, rounds, size):
@@ -105,8 +98,10 @@ def run(strategy, grid, rounds, **options):
 
 
 def test_rounds_that_wait_for_all_are_as_before():
-    plain = run(FedAvg(**everyone()), SlowGrid(make_app([]), (1,) * 4), 6)
-    buffered = run(Buffered(FedAvg(**everyone()), size=4), SlowGrid(make_app([]), (1, 2, 3, 4)), 6)
+    plain = run(FedAvg(**unevaluated()), SlowGrid(make_app([]), (1,) * 4), 6)
+    buffered = run(
+        Buffered(FedAvg(**unevaluated()), size=4), SlowGrid(make_app([]), (1, 2, 3, 4)), 6
+    )
     for name, array in plain.arrays.items():
         assert array.numpy() == pytest.approx(buffered.arrays[name].numpy(), rel=1e-5, abs=1e-6), (
             name
@@ -129,7 +124,7 @@ def test_a_late_update_is_that_of_the_model_its_node_had(caplog):
             return super().aggregate_train(server_round, replies)
 
     grid = SlowGrid(make_app([]), (1, 1, 1, 3))
-    inner = Seeing(**everyone())
+    inner = Seeing(**unevaluated())
     run(Buffered(inner, size=3), grid, 3)
     assert [sorted(replies) for replies in shown] == [
         [100, 101, 102],
@@ -159,9 +154,9 @@ def test_it_works_compressed(strategy, recipe):
     options = {"server_momentum": 0.5} if strategy is flower.FedAvgM else {}
     looks = (1, 1, 2, 4)
     config = ConfigRecord({"lr": 0.1})
-    inner = Buffered(strategy(**everyone(**options)), size=2)
+    inner = Buffered(strategy(**unevaluated(**options)), size=2)
     plain = run(inner, SlowGrid(make_app([]), looks), 30, train_config=config)
-    outer = Compressed(Buffered(strategy(**everyone(**options)), size=2), recipe=recipe)
+    outer = Compressed(Buffered(strategy(**unevaluated(**options)), size=2), recipe=recipe)
     result = run(outer, SlowGrid(make_app([aqg_mod]), looks), 30, train_config=config)
     assert not outer.counts.refused
     traffic = outer.counts.train
@@ -191,7 +186,7 @@ def test_errors_and_time_end_a_round(caplog):
         return app(message, context)
 
     grid = SlowGrid(failing, (1, 1, 10**9, 1))
-    result = run(Buffered(FedAvg(**everyone()), size=3), grid, 2, timeout=0.2)
+    result = run(Buffered(FedAvg(**unevaluated()), size=3), grid, 2, timeout=0.2)
     assert np.isfinite(result.arrays["layer.weight"].numpy()).all()
     assert [node for node, _ in grid.sent].count(102) == 1
     assert [node for node, _ in grid.sent].count(101) == 2
@@ -200,7 +195,7 @@ def test_errors_and_time_end_a_round(caplog):
 
 def test_nodes_at_work_are_not_evaluated():
     grid = SlowGrid(make_app([]), (1, 1, 1, 10**9))
-    strategy = Buffered(FedAvg(**everyone(fraction_evaluate=1.0)), size=2)
+    strategy = Buffered(FedAvg(**everyone()), size=2)
     result = run(strategy, grid, 2)
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
     assert (103, "evaluate") not in grid.sent
@@ -219,4 +214,3 @@ def test_what_cannot_be_buffered():
 
 def test_attributes_of_the_strategy_are_reached():
     assert Buffered(FedAvg(fraction_train=0.3), size=2).fraction_train == 0.3
-    assert np.isfinite(OPTIMUM).all()

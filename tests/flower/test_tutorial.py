@@ -9,7 +9,7 @@ import pytest
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from tests.flower.test_dropin import Grid
+from tests.flower.memory_grid import MemoryGrid
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-flower-app.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def run(app, capsys, caplog):
     nodes = {
         100 + m: {"partition-id": m, "num-partitions": NUM_CLIENTS} for m in range(NUM_CLIENTS)
     }
-    module["main"](Grid(module["client"], nodes), None)
+    module["main"](MemoryGrid(module["client"], nodes), None)
     said = capsys.readouterr().out + caplog.text
     caplog.clear()
     accuracies = [float(x) for x in re.findall(r"round \d+: accuracy ([\d.]+)", said)]

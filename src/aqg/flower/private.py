@@ -31,16 +31,6 @@ _PAUSE_SHARE = 0.08
 """Pauses between polls are this share of the time waited so far: they add no more than that."""
 
 
-def pause_after(waited: float, seconds: float) -> float:
-    """Return how long to pause before the next poll: the longer, the longer one has waited.
-
-    >>> [pause_after(waited, 60.0) for waited in (0.0, 1.0, 10.0, 60.0)]
-    [0.01, 0.08, 0.25, 0.0]
-    """
-    pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-    return max(0.0, min(pause, seconds - waited))
-
-
 def pauses(seconds: float) -> Iterator[float]:
     """Yield the seconds waited so far, at longer and longer intervals, until the time is over."""
     started, waited = time.monotonic(), 0.0
@@ -49,7 +39,8 @@ def pauses(seconds: float) -> Iterator[float]:
         waited = time.monotonic() - started
         if waited >= seconds:
             return
-        time.sleep(pause_after(waited, seconds))
+        pause = min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        time.sleep(min(pause, seconds - waited))
 
 
 def replies_to(
