@@ -89,7 +89,7 @@ def test_flower(recipe, tmp_path):
     pytest.importorskip("flwr")
     from aqg.flower import make_client_app
 
-    from tests.flower.test_apps import ALPHA, PROBLEM, Federation, task_of
+    from tests.flower.federation import ALPHA, PROBLEM, Federation, task_of
 
     federation = Federation(tmp_path, rounds=8)
     federation.grid.client_app = make_client_app(task_of, recipe=recipe)

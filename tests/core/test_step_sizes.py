@@ -67,7 +67,7 @@ def test_the_formula_is_that_of_distance_over_gradients(scale):
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(0.0, 0.01), (0.1, 0.2 * 0.1), (0.3, 0.2 * 0.3), (1e3, 8 * 0.01)],
+    [(0.0, 0.01), (0.1, 0.2 * 0.1), (0.3, 0.2 * 0.3), (1e3, 16 * 0.01)],
     ids=["no length", "short", "longer", "pretrained"],
 )
 def test_the_first_step_is_a_part_of_the_model_or_some_natural_ones(size, expected):
@@ -213,7 +213,7 @@ def test_a_state_for_another_rule_is_refused():
 @pytest.mark.parametrize(
     ("recipe", "are_exact", "rule"),
     [
-        ("auto", False, DistanceOverGradients(average=8.0, first=0.2, widest=8.0)),
+        ("auto", False, DistanceOverGradients(average=8.0, first=0.2, widest=16.0)),
         ("stc", False, DistanceOverGradients()),
         ("qsgd", False, DistanceOverGradients()),
         ("auto", True, Fixed()),

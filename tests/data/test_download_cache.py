@@ -37,7 +37,6 @@ REPLIES = {
     "/corrupted.gz": Reply(GOOD[:30] + bytes([GOOD[30] ^ 0xFF]) + GOOD[31:]),
     "/cut.gz": Reply(GOOD[:-12]),
     "/broken-off.gz": Reply(GOOD, missing_bytes=12),
-    "/forbidden.gz": Reply(b"", status=403),
 }
 
 
@@ -90,118 +89,71 @@ def files_below(directory):
 
 def test_downloads_once_and_then_reads_the_file(server, tmp_path):
     file = remote(server, "/good.gz")
-    assert read_content(file, tmp_path) == CONTENT
+    assert read_content(file, tmp_path) == read_content(file, tmp_path) == CONTENT
     assert (tmp_path / "set/file.gz").read_bytes() == GOOD
-    assert read_content(file, tmp_path) == CONTENT
     assert server.requested == ["/good.gz"]
     assert files_below(tmp_path) == ["set", "set/file.gz"]
-
-
-def test_creates_the_directory(server, tmp_path):
-    assert read_content(remote(server, "/good.gz"), tmp_path / "a" / "b") == CONTENT
-
-
-def test_downloaded_file_has_the_usual_permissions(server, tmp_path):
-    read_content(remote(server, "/good.gz"), tmp_path)
     (tmp_path / "plain").touch()
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "set/file.gz")}
     assert len(modes) == 1
 
 
-def test_plain_file(server, tmp_path):
-    file = remote(server, "/plain.txt", name="set/file.txt")
-    assert read_content(file, tmp_path) == CONTENT
-    assert read_content(file, tmp_path) == CONTENT
-
-
-def test_gzip_file_where_a_plain_one_is_expected_is_refused(server, tmp_path):
-    with pytest.raises(DataError, match=DIGEST):
-        read_content(remote(server, "/good.gz", name="set/file.txt"), tmp_path)
-
-
-@pytest.mark.parametrize("path", ["/other-wrapping.gz", "/encoded.gz"])
-def test_the_content_counts_not_its_wrapping(path, server, tmp_path):
-    file = remote(server, path)
-    assert read_content(file, tmp_path) == CONTENT
-    assert read_content(file, tmp_path) == CONTENT
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/other-wrapping.gz", "a.gz"), ("/encoded.gz", "a.gz"), ("/plain.txt", "a.txt")],
+)
+def test_the_content_counts_not_its_wrapping(path, name, server, tmp_path):
+    file = remote(server, path, name=name)
+    assert read_content(file, tmp_path) == read_content(file, tmp_path) == CONTENT
     assert len(server.requested) == 1
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
+    ("path", "name", "reason"),
     [
-        ("/missing.gz", "HTTP status 404"),
-        ("/forbidden.gz", "HTTP status 403"),
-        ("/other-content.gz", hashlib.sha256(b"something else").hexdigest()),
-        ("/corrupted.gz", DIGEST),
-        ("/cut.gz", "not a valid gzip stream"),
-        ("/broken-off.gz", "Error"),
+        ("/missing.gz", "file.gz", "HTTP status 404"),
+        ("/other-content.gz", "file.gz", hashlib.sha256(b"something else").hexdigest()),
+        ("/corrupted.gz", "file.gz", DIGEST),
+        ("/cut.gz", "file.gz", "not a valid gzip stream"),
+        ("/broken-off.gz", "file.gz", "Error"),
+        ("/good.gz", "file.txt", DIGEST),  # gzip where a plain file is expected
     ],
 )
-def test_bad_download_is_one_line_and_leaves_nothing(path, reason, server, tmp_path):
+def test_bad_download_is_one_line_and_leaves_nothing(path, name, reason, server, tmp_path):
     with pytest.raises(DataError) as caught:
-        read_content(remote(server, path), tmp_path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert server.url(path) in message
-    assert reason in message
-    assert "AQG_DATA_DIR" in message
+        read_content(remote(server, path, name=name), tmp_path)
+    for part in (server.url(path), reason, "AQG_DATA_DIR"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "first", ["/missing.gz", "/other-content.gz", "/corrupted.gz", "/cut.gz", "/broken-off.gz"]
-)
+@pytest.mark.parametrize("first", ["/missing.gz", "/other-content.gz", "/cut.gz"])
 def test_second_mirror_helps(first, server, tmp_path):
     assert read_content(remote(server, first, "/good.gz"), tmp_path) == CONTENT
     assert server.requested == [first, "/good.gz"]
     assert files_below(tmp_path) == ["set", "set/file.gz"]
 
 
-def test_all_mirrors_are_named_when_none_helps(server, tmp_path):
-    with pytest.raises(DataError) as caught:
-        read_content(remote(server, "/missing.gz", "/cut.gz"), tmp_path)
-    assert server.url("/missing.gz") in str(caught.value)
-    assert server.url("/cut.gz") in str(caught.value)
-
-
-def test_no_server_at_all(server, tmp_path):
+def test_no_server_at_all(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         url = f"http://127.0.0.1:{closed.server_port}/good.gz"
-    with pytest.raises(DataError, match="ConnectionError") as caught:
-        read_content(RemoteFile("set/file.gz", DIGEST, (url,)), tmp_path)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"ConnectionError.*no-scheme \(MissingSchema"):
+        read_content(RemoteFile("set/file.gz", DIGEST, (url, "no-scheme")), tmp_path)
     assert files_below(tmp_path) == []
 
 
-def test_invalid_url(tmp_path):
-    with pytest.raises(DataError, match="MissingSchema"):
-        read_content(RemoteFile("file.gz", DIGEST, ("no-scheme",)), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [gzip.compress(b"other"), GOOD[:-12], b"\x1f\x8b", b"", b"<html>login</html>"],
-    ids=["other content", "cut short", "two bytes", "empty", "a login page"],
-)
+@pytest.mark.parametrize("damaged", [gzip.compress(b"other"), GOOD[:-12], b"", b"<html>login"])
 def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
     path = tmp_path / "file.gz"
     path.write_bytes(damaged)
     with pytest.raises(DataError) as caught:
         read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(path) in message
-    assert DIGEST in message
-    assert "delete it" in message
+    for part in (str(path), DIGEST, "delete it"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert path.read_bytes() == damaged
     assert server.requested == []
-
-
-def test_damaged_file_names_the_digest_found(tmp_path):
-    (tmp_path / "file.txt").write_bytes(b"other")
-    with pytest.raises(DataError, match=hashlib.sha256(b"other").hexdigest()):
-        read_content(RemoteFile("file.txt", DIGEST, ()), tmp_path)
 
 
 def test_read_only_directory_with_good_files_works(tmp_path):
@@ -216,17 +168,9 @@ def test_read_only_directory_with_good_files_works(tmp_path):
     assert files_below(tmp_path) == ["file.gz"]
 
 
-def test_unwritable_directory_is_reported(server, tmp_path):
-    too_long = "x" * 250 + ".gz"  # room for the name, none for the temporary one beside it
-    with pytest.raises(DataError, match="cannot write") as caught:
-        read_content(remote(server, "/good.gz", name=too_long), tmp_path)
-    assert "AQG_DATA_DIR" in str(caught.value)
-    assert files_below(tmp_path) == []
-
-
-def test_failed_placement_leaves_no_temporary_file(server, tmp_path):
+def test_a_place_that_cannot_be_written_is_reported_and_nothing_is_left(server, tmp_path):
     server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
-    with pytest.raises(DataError, match="cannot write"):
+    with pytest.raises(DataError, match=r"cannot write .*AQG_DATA_DIR"):
         read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
     assert files_below(tmp_path) == ["file.gz"]
 

@@ -53,7 +53,7 @@ def follow(plan, place, handle=lambda job, event: None):
         events.append(event)
         handle(job, event)
 
-    carry_out(plan, plan.tasks.__getitem__, place, take)
+    carry_out(plan.next, plan.tasks.__getitem__, place, plan.take, take)
     return events
 
 
@@ -155,9 +155,10 @@ def test_the_first_interrupt_lets_tasks_save(tmp_path):
     events = []
     with Processes(1) as place, pytest.raises(Interrupted):
         carry_out(
-            plan,
+            plan.next,
             plan.tasks.__getitem__,
             place,
+            plan.take,
             lambda job, event: (events.append(event), interrupt(Reported)(job, event)),
         )
     assert (tmp_path / "saved").read_text() == "saved"

@@ -9,7 +9,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter
-from aqg.runs.directory import CHECKPOINT, read_lines, read_summary
+from aqg.runs.directory import CHECKPOINT, VALIDATION, read_lines, read_summary
 from aqg.runs.executor import Interrupted
 from aqg.runs.setup import build_problem, check_target, find_minimum, make_simulation
 from aqg.runs.stopping import Judge, Target
@@ -43,17 +43,16 @@ def follow(target, values, ceiling=math.inf, num_rounds=1000):
     Return how it ends, and the rounds, uploads and bytes.
     """
 
-    def paid(costs):
-        assert 70 * costs.upload_bytes == 30 * costs.download_bytes
-        return costs.rounds, costs.uploads, costs.total_bytes
-
-    judge = Judge(target, num_rounds)
+    target = replace(target, hold=target.hold or 1000)
+    judge = Judge(target, num_rounds, minimum=0.0, ceiling=ceiling, validates=True)
     for number, value in enumerate(values, start=1):
-        judge.pay(RoundRecord(number, None, (4, 4, 0), 30, download_bytes=70))
-        ending = judge.look(value, ceiling)
-        if ending is not None:
-            return ending, paid(judge.costs(ending))
-    return None, paid(judge.costs("rounds"))
+        judge.look_after(RoundRecord(number, None, (4, 4, 0), 30, download_bytes=70))
+        judge.look_before(number + 1, {VALIDATION: value})
+        if judge.ending is not None:
+            break
+    cost = judge.cost
+    assert 70 * cost.upload_bytes == 30 * cost.download_bytes
+    return judge.ending, (cost.rounds, cost.uploads, cost.total_bytes)
 
 
 def test_the_first_of_the_rounds_that_stay_counts():
@@ -184,4 +183,4 @@ def test_targets_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="is met before the first round"):
         check_target(config, build_problem(config), None)
     with pytest.raises(RunError, match="the minimum of the loss is unknown"):
-        loop._Referee(SOFTMAX, None, math.inf)
+        Judge(SOFTMAX.goal, SOFTMAX.rounds)

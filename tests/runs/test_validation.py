@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from aqg.errors import ConfigError
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
+from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.runs.config import resolve
-from aqg.runs.cost import heads
-from aqg.runs.directory import read_summary
+from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES
+from aqg.runs.directory import VALIDATION, read_summary
 from aqg.runs.loop import create_run, run
 from aqg.runs.setup import build_problem, check_target, follow_target, make_simulation
 from aqg.runs.stopping import Judge, Target
@@ -77,6 +79,49 @@ def frames_of(config):
     return [simulation.run_round().total_bytes for _ in range(config.rounds)]
 
 
+def test_heads_are_as_long_as_those_of_real_messages():
+    digest, other = b"\1" * STATE_DIGEST_BYTES, b"\2" * STATE_DIGEST_BYTES
+    order = Order(
+        run="0" * 16,
+        fingerprint=bytes(DIGEST_BYTES),
+        recipe="auto",
+        bits=4,
+        max_staleness=100,
+        seed=0,
+        num_params=100_000,
+        dtype="float32",
+        incarnation=1,
+        round=100,
+        client=10,
+        movement=0.0,
+        epoch=0,
+        uploads=100,
+        digest=digest,
+        noise=1.5,
+        public=digest,
+    )
+    reply = Reply(
+        incarnation=1,
+        round=100,
+        stale=False,
+        restarted=False,
+        rolled_back=False,
+        epoch=0,
+        uploads=100,
+        base_digest=digest,
+        digest=other,
+        frame=b"",
+        loss=float(np.float32(0.1)),
+        num_samples=1000,
+        fault="",
+        work_seconds=0.5,
+        held_round=100,
+    )
+    assert len(to_bytes(order)) == FIRST_ORDER_BYTES
+    assert len(to_bytes(order, order)) == ORDER_BYTES
+    assert len(to_bytes(reply, order.stamp)) == REPLY_BYTES
+
+
 def test_whole_models_have_no_first_one_besides(tmp_path):
     for downlink, first in (("full", 0), ("exact", 1)):
         config = make_config(rounds=3, downlink=downlink, start="exact")
@@ -84,8 +129,7 @@ def test_whole_models_have_no_first_one_besides(tmp_path):
         frames = sum(frames_of(config))
         model = first * 5 * problem.start_bytes
         assert 4 * problem.num_clients < problem.start_bytes
-        head = heads()
-        total = 5 * (head.first_order + 2 * head.order + 3 * head.reply)
+        total = 5 * (FIRST_ORDER_BYTES + 2 * ORDER_BYTES + 3 * REPLY_BYTES)
         assert found["curve"]["bytes"][-1] == frames + model + total
         assert found["total_bytes"] == found["curve"]["bytes"][-1]
 
@@ -100,9 +144,9 @@ def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
         begun |= here
         orders += len(here)
         expected.append(len(begun))
-    first, head = build_problem(config).start_bytes, heads()
-    total = sum(frames_of(config)) + orders * (head.order + head.reply)
-    total += (first + head.first_order - head.order) * expected[-1]
+    first = build_problem(config).start_bytes
+    total = sum(frames_of(config)) + orders * (ORDER_BYTES + REPLY_BYTES)
+    total += (first + FIRST_ORDER_BYTES - ORDER_BYTES) * expected[-1]
     assert found["curve"]["bytes"][-1] == total
     assert sum(found["client_upload_bytes"]) == found["upload_bytes"]
     assert sum(found["client_download_bytes"]) == found["download_bytes"]
@@ -114,14 +158,15 @@ def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
 def test_a_noisy_curve_is_judged_by_its_mean():
     values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
     goal = Target("accuracy", 0.9, hold=3, is_mean=True)
-    judge = Judge(goal, 100)
+    judge = Judge(goal, 100, validates=True)
     record = RoundRecord(1, None, (4,), 7, (), 0, 0, 3)
     endings = []
     for value in values[:6]:
-        judge.pay(record)
-        endings.append(judge.look(value))
+        judge.look_after(record)
+        judge.look_before(2, {VALIDATION: value})
+        endings.append(judge.ending)
     assert endings == [None] * 5 + ["reached"]
-    assert judge.costs("reached").rounds == 4 == goal.first_reached(values) + 1
+    assert judge.cost.rounds == 4 == goal.first_reached(values) + 1
 
 
 def test_what_cannot_be_validated():

@@ -13,7 +13,7 @@ from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.objectives.base import Objective
 from aqg.runs.config import resolve
-from aqg.runs.cost import Meter, heads
+from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds, make_late
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
@@ -117,10 +117,9 @@ def test_bytes_of_those_at_work():
         RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
     ]
     meter = Meter(1000, Training(LOCAL, downlink=make_downlink("exact")))
-    head = heads()
     first, second = [meter.charge(record).total_bytes for record in rounds]
-    assert first == 2020 + 2 * head.first_order + head.reply  # one of them has not replied
-    assert second == 20 + head.order + head.reply  # and does not need another order now
+    assert first == 2020 + 2 * FIRST_ORDER_BYTES + REPLY_BYTES  # one of them has not replied
+    assert second == 20 + ORDER_BYTES + REPLY_BYTES  # and does not need another order now
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ def go_on(workers, directory):
     events = []
     minima = prepare(workers, [job.config for job in batch.left], None)
     carry_out(
-        batch,
+        batch.next,
         lambda job: train(job.config, minima, directory / job.name, None),
         workers,
+        batch.take,
         lambda job, event: events.append(event),
     )
     rows = collect(sweep, directory, batch.failures)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from operator import itemgetter
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -25,7 +26,7 @@ from rich.table import Column
 
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.runs import loop
-from aqg.runs.cost import BYTES, Cost
+from aqg.runs.cost import BYTES
 from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
 from aqg.runs.plan import Compiling, Job, StudyPlan
@@ -46,13 +47,13 @@ def widen(console: Console, width: int) -> None:
         console.width = max(console.width, width)
 
 
-def both_directions(cost: Cost) -> str:
-    """Write what was sent and received so far, in a few letters.
+def both_directions(sent: int, received: int) -> str:
+    """Write what was sent and received, in a few letters.
 
-    >>> both_directions(Cost(upload_bytes=812, download_bytes=48_200))
+    >>> both_directions(812, 48_200)
     '812 B up, 48.2 kB down'
     """
-    return f"{format_bytes(cost.upload_bytes)} up, {format_bytes(cost.download_bytes)} down"
+    return f"{format_bytes(sent)} up, {format_bytes(received)} down"
 
 
 def _bar(console: Console, *columns: ProgressColumn, width: int = 30) -> Progress:
@@ -71,7 +72,7 @@ def _state(progress: loop.Progress) -> dict[str, Any]:
     return {
         "completed": progress.cost.rounds,
         "loss": "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
-        "size": both_directions(progress.cost),
+        "size": both_directions(progress.cost.upload_bytes, progress.cost.download_bytes),
     }
 
 
@@ -97,20 +98,12 @@ def progress_bars(
         yield watcher
 
 
-def result_table(rows: Sequence[Row], width: int | None = None) -> Table:
+def result_table(results: Sequence[Row], width: int | None = None, *left_out: str) -> Table:
     """Return the comparison: one row per run, savings against `BASELINES` where present.
 
     Savings are of all bytes, up and down. Where all columns do not fit into ``width`` characters,
     bits per parameter are left out.
     """
-    table = _result_table(rows)
-    is_too_wide = (
-        width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width
-    )
-    return _result_table(rows, "bits/param") if is_too_wide else table
-
-
-def _result_table(results: Sequence[Row], *left_out: str) -> Table:
     baselines = [row for row in results if row["recipe"] in BASELINES]
     columns = columns_of(results, *left_out)
     versus = [f"vs {baseline['recipe']}" for baseline in baselines]
@@ -123,7 +116,10 @@ def _result_table(results: Sequence[Row], *left_out: str) -> Table:
         for row in results
     )
     header = ("recipe", *(column.title for column in columns), *versus)
-    return Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
+    table = Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
+    if width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width:
+        return result_table(results, None, "bits/param")
+    return table
 
 
 class Shown(NamedTuple):
@@ -318,17 +314,13 @@ class Overview:
         self._started = time.monotonic()
         self._compiles = False
         self._bytes: dict[int, int] = {}
-        self._names: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
         self._bar = _bar(
             console, TextColumn("runs"), _SIZE, TimeElapsedColumn(), TimeRemainingColumn()
         )
-        self._study = self._bar.add_task(
-            name,
-            total=plan.num_before + plan.most_left(),
-            completed=plan.num_before,
-            size=_total_size(plan.bytes_before),
-        )
+        total = plan.num_before + plan.most_left()
+        self._study = self._bar.add_task(name, total=total, completed=plan.num_before, size="")
+        self._count_bytes({})
         self._run_lines = _bar(console, _LOSS, _SIZE, width=20)
         self._live = Live(Group(self._bar, self._run_lines), console=console)
 
@@ -343,7 +335,6 @@ class Overview:
     def show(self, job: Job | None, event: Event) -> None:
         match event:
             case Started(index) if job is not None:
-                self._names[index] = job.name
                 self._lines[index] = self._run_lines.add_task(
                     job.name, total=job.config.rounds, loss="-", size="-"
                 )
@@ -353,22 +344,22 @@ class Overview:
                     say(self._console, Compiling.text)
             case Reported(index, progress):
                 self._run_lines.update(self._lines[index], **_state(progress))
-                self._count_bytes(index, progress.cost.total_bytes)
-            case Done(index, summary):
-                self._count_bytes(index, summary["total_bytes"])
-                self._end(index, _in_one_line(summary))
-            case Failed(index, error):
-                self._end(index, f"failed: {error}", failed=True)
+                self._count_bytes({index: progress.cost.total_bytes})
+            case Done(index, summary) if job is not None:
+                self._count_bytes({index: summary["total_bytes"]})
+                self._end(index, f"{job.name}: {_in_one_line(summary)}")
+            case Failed(index, error) if job is not None:
+                self._end(index, f"{job.name}: failed: {error}", failed=True)
             case Stopping():
                 text = "Stopping after the current rounds; Ctrl-C once more stops at once."
                 say(self._console, text)
 
-    def _count_bytes(self, index: int, total_bytes: int) -> None:
-        self._bytes[index] = total_bytes
-        size = _total_size(self._plan.bytes_before + sum(self._bytes.values()))
-        self._bar.update(self._study, size=size)
+    def _count_bytes(self, found: Mapping[int, int]) -> None:
+        self._bytes |= found
+        total = self._plan.bytes_before + sum(self._bytes.values())
+        self._bar.update(self._study, size=f"{format_bytes(total)} up and down")
 
-    def _end(self, index: int, result: str, failed: bool = False) -> None:
+    def _end(self, index: int, text: str, failed: bool = False) -> None:
         self._num_ended += 1
         num_left = self._plan.most_left()
         done = self._plan.num_before + self._num_ended
@@ -376,31 +367,17 @@ class Overview:
         self._run_lines.remove_task(self._lines.pop(index))
         if failed or not self._console.is_terminal:
             elapsed = time.monotonic() - self._started
-            left = clock(elapsed / self._num_ended * num_left)
-            head = f"[{done}/{done + num_left}, {clock(elapsed)}, {left} left]"
-            say(self._console, f"{head} {self._names[index]}: {result}")
+            left = elapsed / self._num_ended * num_left
+            times = (str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left))
+            head = ", ".join((f"{done}/{done + num_left}", *times))
+            say(self._console, f"[{head} left] {text}")
 
 
-def clock(seconds: float) -> str:
-    """Write a time.
-
-    >>> clock(75), clock(3723)
-    ('1:15', '1:02:03')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _in_one_line(summary: Mapping[str, Any]) -> str:
+def _in_one_line(summary: Row) -> str:
     if (outcome := summary.get("outcome")) is not None:
         value = "" if outcome["value"] is None else f" at {outcome['value']:.4g}"
-        up, down = (format_bytes(outcome[name]) for name in BYTES[:2])
-        return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {up} up, {down} down"
+        sizes = both_directions(outcome["upload_bytes"], outcome["download_bytes"])
+        return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {sizes}"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    up, down = (format_bytes(summary[name]) for name in BYTES[:2])
-    return f"{loss}, {summary['uploads']:,} uploads, {up} up, {down} down"
-
-
-def _total_size(total_bytes: int) -> str:
-    return f"{format_bytes(total_bytes)} up and down"
+    sizes = both_directions(summary["upload_bytes"], summary["download_bytes"])
+    return f"{loss}, {summary['uploads']:,} uploads, {sizes}"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,11 +86,8 @@ class Where:
         return f"{min(jobs, num_left)} at a time"
 
 
-def _lock(directory: Path) -> ExitStack:
-    stack = ExitStack()
-    if directory.is_dir():
-        stack.enter_context(locked(directory))
-    return stack
+def _lock(directory: Path) -> AbstractContextManager[None]:
+    return locked(directory) if directory.is_dir() else nullcontext()
 
 
 def _run_study(
@@ -98,7 +96,7 @@ def _run_study(
     name: str,
     directory: Path,
     where: Where,
-    create: Callable[[], None],
+    create: Callable[[], object],
     again: str,
     keeps_models: bool = True,
 ) -> None:
@@ -136,7 +134,7 @@ def _run_study(
                 folder, ceiling = directory / job.name, plan.ceiling(job)
                 return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
 
-            carry_out(plan, make_task, place, shown.show)
+            carry_out(plan.next, make_task, place, plan.take, shown.show)
         except Interrupted:
             if not is_begun:
                 raise Interrupted("stopped before the first run; nothing was written") from None
@@ -156,50 +154,45 @@ def _report_failures(plan: StudyPlan[Any], total: int, again: str) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class _SweepPlan:
-    directory: Path
-    sweep: sweeps.Sweep
-    grid_file: bytes | None
-
-
 def sweep(options: SweepOptions) -> int:
     console = Console(stderr=options.as_json)
     where = Where(options.jobs, options.cluster, options.data_dir)
-    with _planned_sweep(options) as plan, _lock(plan.directory):
-        batch = Batch(plan.sweep.runs, plan.directory)
-        say(console, _announce(plan, len(batch.left), where))
+    with _planned_sweep(options) as (directory, found, grid_file), _lock(directory):
+        batch = Batch(found.runs, directory)
+        total, num_left = len(found.runs), len(batch.left)
+        parts = [f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(found.varying)})"]
+        parts += [f"{total - num_left} finished before"] if num_left < total else []
+        parts += [where.describe(num_left)] if num_left else []
+        say(console, f"{', '.join(parts)}, in {directory}")
+        again = f"aqg sweep --resume {directory}"
         if batch.left:
 
             def create() -> None:
-                if plan.grid_file is not None:
-                    sweeps.create_sweep(plan.directory, plan.grid_file)
+                if grid_file is not None:
+                    sweeps.create_sweep(directory, grid_file)
 
-            again = f"aqg sweep --resume {plan.directory}"
-            _run_study(console, batch, "sweep", plan.directory, where, create, again)
-        return _show_sweep(console, plan, batch, options.as_json)
-
-
-def _show_sweep(console: Console, plan: _SweepPlan, batch: Batch, as_json: bool) -> int:
-    directory, varying = plan.directory, plan.sweep.varying
-    rows = sweeps.collect(plan.sweep, directory, batch.failures)
-    sweeps.write_results(directory, rows)
-    if as_json:
-        sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
-    else:
-        widen(console, 160)
-        console.print(sweep_table(varying, rows).to_terminal())
-        seeds = " Means over seeds, and smallest..largest." if "seed" in varying else ""
-        console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
-        say(console, f"Table: {directory / sweeps.TABLE}")
-        say(console, f"Results: {directory}")
-        say(console, f"Look at: aqg report {directory}")
-    return _report_failures(batch, len(rows), f"aqg sweep --resume {directory}")
+            _run_study(console, batch, "sweep", directory, where, create, again)
+        rows = sweeps.collect(found, directory, batch.failures)
+        sweeps.write_results(directory, rows)
+        if options.as_json:
+            sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
+        else:
+            widen(console, 160)
+            console.print(sweep_table(found.varying, rows).to_terminal())
+            seeds = " Means over seeds, and smallest..largest." if "seed" in found.varying else ""
+            console.print(f"{DIRECTIONS_NOTE}{seeds}\n", style="dim")
+            say(console, f"Table: {directory / sweeps.TABLE}")
+            say(console, f"Results: {directory}")
+            say(console, f"Look at: aqg report {directory}")
+        return _report_failures(batch, total, again)
 
 
 @contextmanager
-def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
-    """Check every setting before anything is touched."""
+def _planned_sweep(options: SweepOptions) -> Iterator[tuple[Path, sweeps.Sweep, bytes | None]]:
+    """Check every setting before anything is touched; give the directory, the sweep and its file.
+
+    There is no file where the directory has it already.
+    """
     flags = {name: located(name, value) for name, value in options.flags.items()}
     document, grid_file = None, b""
     code = None if options.grid is None else Code.parse(str(options.grid))
@@ -211,14 +204,13 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             document = read_toml(options.grid)
             _guard(options.grid, document, options)
             text = options.grid.read_text(encoding="utf-8")
+        named = {key for part in _parts(document) for key in part}
+        flags = flags if "downlink" in named else {"downlink": AUTO, **flags}
+        for key in sorted(flags.keys() & named):
+            raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
         # Top-level keys come before tables in TOML.
-        if not any("downlink" in part for part in _parts(document)):
-            flags = {"downlink": AUTO, **flags}
         lines = (f"{key} = {json.dumps(value)}\n" for key, value in flags.items())
         grid_file = ("".join(lines) + text).encode()
-        for key in flags:
-            if any(key in part for part in _parts(document)):
-                raise ConfigError(f"{key} is both in {str(options.grid)!r} and an option; keep one")
         document = {**flags, **document}
     if options.resume is not None:
         if options.out is not None:
@@ -231,14 +223,14 @@ def _planned_sweep(options: SweepOptions) -> Iterator[_SweepPlan]:
             refuse_changes(options.resume, before, flags, "sweep", advice)
             _guard(stored, settings, options)
         found = sweeps.open_sweep(options.resume, document, options.data_dir)
-        yield _SweepPlan(options.resume, found, None)
+        yield options.resume, found, None
         return
     if options.grid is None or document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
     found = sweeps.expand(document, options.data_dir)
     stem = options.grid.stem if code is None else code.path.stem
     with output_directory(options.out, stem) as directory:
-        yield _SweepPlan(directory, found, grid_file)
+        yield directory, found, grid_file
 
 
 def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> None:
@@ -256,16 +248,6 @@ def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     runs = document.get(sweeps.RUNS)
     tables = [document, document.get("grid"), *(runs if isinstance(runs, list) else ())]
     return [table for table in tables if isinstance(table, dict)]
-
-
-def _announce(plan: _SweepPlan, num_left: int, where: Where) -> str:
-    total = len(plan.sweep.runs)
-    text = f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(plan.sweep.varying)})"
-    if num_left < total:
-        text += f", {total - num_left} finished before"
-    if num_left:
-        text += f", {where.describe(num_left)}"
-    return f"{text}, in {plan.directory}"
 
 
 @dataclass(frozen=True)
@@ -359,16 +341,11 @@ def _compare(console: Console, work: _Work, where: Where, options: CompareOption
             console.print(f"Forgotten: {count} runs of {', '.join(work.again)}", highlight=False)
         plan = contest.ContestPlan(part, directory, tuned, options.device)
         num_before, most = plan.num_finished, plan.most_left()
-        say(
-            console,
-            f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs, "
-            f"{num_before} finished before, {where.describe(most)}, in {directory}",
-        )
+        counts = f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs"
+        before, place = f"{num_before} finished before", where.describe(most)
+        say(console, f"{counts}, {before}, {place}, in {directory}")
         again = f"aqg compare --resume {directory}"
-
-        def create() -> None:
-            work.comparison.write(directory, is_new=work.is_new)
-
+        create = partial(work.comparison.write, directory, is_new=work.is_new)
         if most:
             _run_study(console, plan, "compare", directory, where, create, again, False)
         else:
@@ -434,23 +411,15 @@ def reproduce(options: ReproduceOptions) -> int:
 
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
-    plan = adopt_devices(plan, directory)
     runs = directory / RUN_DIRECTORY
     with _lock(runs):
-        batch = Batch((planned.run for planned in plan), runs)
-        num_left = len(batch.left)
-        say(
-            console,
-            f"{len(plan)} runs, {batch.num_before} finished before, "
-            f"{where.describe(num_left)}, in {directory}",
-        )
-        if not num_left:
+        batch = Batch((planned.run for planned in adopt_devices(plan, directory)), runs)
+        before, place = f"{batch.num_before} finished before", where.describe(len(batch.left))
+        say(console, f"{len(plan)} runs, {before}, {place}, in {directory}")
+        if not batch.left:
             return 0
         again = f"the same command (its results are in {directory})"
-
-        def create() -> None:
-            runs.mkdir(parents=True, exist_ok=True)
-
+        create = partial(runs.mkdir, parents=True, exist_ok=True)
         _run_study(console, batch, "reproduce", runs, where, create, again)
         return _report_failures(batch, len(plan), again)
 

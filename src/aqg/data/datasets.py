@@ -50,7 +50,6 @@ ENVIRONMENT_VARIABLE = "AQG_DATA_DIR"
 _ELSEWHERE = f"choose a data directory with --data-dir or {ENVIRONMENT_VARIABLE}"
 _GZIP_MAGIC = b"\x1f\x8b"
 _TIMEOUT_SECONDS = 30.0
-_CHUNK_BYTES = 1 << 16
 
 _logger = logging.getLogger(__name__)
 
@@ -97,66 +96,53 @@ def read_content(file: RemoteFile, directory: Path) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; {_ELSEWHERE}") from error
     try:
-        return _verified_content(body, file)
-    except _ContentError as error:
+        return _verified(body, file)
+    except DataError as error:
         raise DataError(
             f"{path} is damaged: {error}; delete it, and it is downloaded again"
         ) from error
 
 
-class _ContentError(Exception):
-    """Bytes that are not the file they should be."""
-
-
-def _verified_content(body: bytes, file: RemoteFile) -> bytes:
+def _verified(body: bytes, file: RemoteFile) -> bytes:
     # A server or proxy may undo the compression in transit, so the bytes decide, not the name.
     content = body
     if file.path.endswith(".gz") and body.startswith(_GZIP_MAGIC):
         try:
             content = gzip.decompress(body)
         except (OSError, EOFError, zlib.error) as error:
-            raise _ContentError(
+            raise DataError(
                 f"not a valid gzip stream ({error}), expected content with SHA-256 {file.sha256}"
             ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:
-        raise _ContentError(f"SHA-256 of the content is {found}, expected {file.sha256}")
+        raise DataError(f"SHA-256 of the content is {found}, expected {file.sha256}")
     return content
 
 
 def _download(file: RemoteFile, path: Path) -> bytes:
+    import pooch
+
+    download = pooch.HTTPDownloader(timeout=_TIMEOUT_SECONDS)
     failures = []
     for url in file.urls:
         _logger.info("downloading %s", url)
+        buffer = io.BytesIO()  # the largest file is 10 MB; only what is verified reaches the disk
         try:
-            body = _fetch(url)
-            content = _verified_content(body, file)
-        except OSError as error:  # the base of every error of the transport
-            failures.append(f"{url} ({_reason(error)})")
-        except _ContentError as error:
+            download(url, buffer, None)
+            content = _verified(buffer.getvalue(), file)
+        except DataError as error:
             failures.append(f"{url} ({error})")
+        except OSError as error:  # the base of every error of the transport
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            reason = type(error).__name__ if status is None else f"HTTP status {status}"
+            failures.append(f"{url} ({reason})")
         else:
-            write_whole(path, body)
+            write_whole(path, buffer.getvalue())
             return content
     raise DataError(
         f"cannot download {file.path}, tried {', '.join(failures)}; "
         f"put the file at {path} or {_ELSEWHERE}"
     )
-
-
-def _fetch(url: str) -> bytes:
-    import pooch
-
-    # In memory: the largest file is 10 MB, and nothing touches the disk before it is verified.
-    buffer = io.BytesIO()
-    download = pooch.HTTPDownloader(chunk_size=_CHUNK_BYTES, timeout=_TIMEOUT_SECONDS)
-    download(url, buffer, None)
-    return buffer.getvalue()
-
-
-def _reason(error: OSError) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return type(error).__name__ if status is None else f"HTTP status {status}"
 
 
 def write_whole(path: Path, body: bytes) -> None:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, RunError
 from aqg.spec import in_words
@@ -123,25 +123,19 @@ class Place(AbstractContextManager["Place"]):
 JobType = TypeVar("JobType")
 
 
-class Plan(Protocol[JobType]):
-    """Says what comes next, from what is finished."""
-
-    def next(self) -> JobType | None:
-        """Return a job to start now; None while everything left depends on jobs under way."""
-
-    def take(self, job: JobType, result: Any) -> None:
-        """Take what came of a job: what its task returned, or an `AqgError`."""
-
-
 def carry_out(
-    plan: Plan[JobType],
+    next_job: Callable[[], JobType | None],
     make_task: Callable[[JobType], Task],
     place: Place,
-    handle: Callable[[JobType | None, Event], None],
+    take: Callable[[JobType, Any], None],
+    handle: Callable[[JobType | None, Event], None] = lambda *_: None,
 ) -> None:
-    """Do all that a plan wants; ``handle`` is told of everything, with the job it is about.
+    """Do one job after the other, as many at a time as the place has room for.
 
-    On Ctrl-C, `Interrupted` is raised after every task under way has stopped.
+    ``next_job`` returns None while everything left depends on jobs under way. ``take`` is given
+    what came of a job: what its task returned, or an `AqgError`. ``handle`` is told of everything,
+    with the job it is about. On Ctrl-C, `Interrupted` is raised after every task under way has
+    stopped.
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
     deaths: dict[int, int] = {}
@@ -163,9 +157,9 @@ def carry_out(
         del under_way[index]
         is_starved = False
         if isinstance(event, Done):
-            plan.take(job, event.value)
+            take(job, event.value)
         elif isinstance(event, Failed) and not is_stopping:
-            plan.take(job, event.error)
+            take(job, event.error)
         if not (is_stopping and isinstance(event, Failed)):
             handle(job, event)
 
@@ -177,7 +171,7 @@ def carry_out(
                 place.ask_to_stop()
                 handle(None, Stopping())
             while not (is_stopping or is_starved) and len(under_way) < place.jobs:
-                job = plan.next()
+                job = next_job()
                 if job is None:
                     is_starved = True
                     break
@@ -192,29 +186,22 @@ def carry_out(
             raise Interrupted
 
 
-class InOrder:
-    """A plan of tasks that do not depend on each other; the first failure is raised."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._waiting = iter(range(len(tasks)))
-        self.results: list[Any] = [None] * len(tasks)
-
-    def next(self) -> int | None:
-        return next(self._waiting, None)
-
-    def take(self, job: int, result: Any) -> None:
-        if isinstance(result, AqgError):
-            raise result
-        self.results[job] = result
-
-
 def run_tasks(
     tasks: Sequence[Task], place: Place, handle: Callable[[Event], None] = lambda _: None
 ) -> list[Any]:
     """Do tasks that do not depend on each other; return their results, or raise what failed."""
-    plan = InOrder(tasks)
-    carry_out(plan, tasks.__getitem__, place, lambda _, event: handle(event))
-    return plan.results
+    results: list[Any] = [None] * len(tasks)
+    waiting = iter(range(len(tasks)))
+
+    def take(index: int, result: Any) -> None:
+        if isinstance(result, AqgError):
+            raise result
+        results[index] = result
+
+    carry_out(
+        lambda: next(waiting, None), tasks.__getitem__, place, take, lambda _, event: handle(event)
+    )
+    return results
 
 
 @contextmanager
@@ -236,27 +223,18 @@ def stop_requests(stop: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-class CallerIsGone(Exception):  # noqa: N818  (nobody is left to see it)
-    """Whoever wanted a task done has ended."""
-
-
 def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped:
     """Do a task, and say what came of it in terms that any process can read."""
     try:
         return Done(index, task(contact))
     except Interrupted:
         return Stopped(index)
-    except (CallerIsGone, BrokenPipeError):
+    except BrokenPipeError:  # whoever wanted the task done has ended
         raise
     except Exception as error:
-        return Failed(index, in_our_terms(error))
-
-
-def in_our_terms(error: Exception) -> AqgError:
-    """Return an error that can be pickled: other processes may not know a plugin's own ones."""
-    if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
-        return error
-    return RunError(in_words(error))
+        if isinstance(error, AqgError) and type(error).__module__ == AqgError.__module__:
+            return Failed(index, error)
+        return Failed(index, RunError(in_words(error)))  # others may not know a plugin's errors
 
 
 _THREAD_VARIABLES = (
@@ -422,12 +400,12 @@ def _serve(connection: pipes.Connection) -> None:
             if message is not None:  # else a task that had ended was asked to stop
                 index, task = message
                 connection.send(attempt(index, task, _pipe_contact(index, connection)))
-    except (EOFError, OSError, CallerIsGone):
+    except (EOFError, OSError):
         return
 
 
 def _pipe_contact(index: int, connection: pipes.Connection) -> Contact:
-    """Return what talks to the parent; it raises `CallerIsGone` once the parent is gone."""
+    """Return what talks to the parent; it raises `BrokenPipeError` once the parent is gone."""
     asked: list[None] = []
 
     def is_stop_asked() -> bool:
@@ -435,7 +413,7 @@ def _pipe_contact(index: int, connection: pipes.Connection) -> Contact:
             while connection.poll():
                 asked.append(connection.recv())  # to a busy worker, nothing else is said
         except EOFError:
-            raise CallerIsGone from None
+            raise BrokenPipeError from None
         return bool(asked)
 
     return Contact(lambda value: connection.send(Reported(index, value)), is_stop_asked)

@@ -31,7 +31,6 @@ _COMMENT = b"aqg "
 _COMMENT_LENGTH = 2
 """Bytes of a zip file's last field before its comment, which say how long the comment is."""
 _SECONDS_BETWEEN_TRIES = 0.1
-_CHUNK_BYTES = 1 << 16
 
 
 def seal(text: str) -> str:
@@ -119,7 +118,7 @@ class Records:
         line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
         try:
             with self.path.open("ab") as file:
-                start = _end_of_lines(self.path)
+                start = self.path.read_bytes().rfind(b"\n") + 1
                 file.truncate(start)
                 try:
                     file.write(line)
@@ -134,19 +133,6 @@ class Records:
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
         write_atomically(self.path, text.encode())
-
-
-def _end_of_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _CHUNK_BYTES)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-    return 0
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:

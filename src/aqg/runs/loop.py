@@ -28,17 +28,15 @@ from aqg.runs.cost import ClientBytes, Cost, Meter
 from aqg.runs.directory import (
     CHECKPOINT,
     CONFIG,
-    VALIDATION,
     Line,
     RunFiles,
     create_directory,
-    finite_or_none,
     read_toml,
 )
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import curve, follow_target, make_simulation
-from aqg.runs.stopping import Ending, Judge, has_diverged, summarize
+from aqg.runs.stopping import Judge, summarize
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
@@ -131,14 +129,19 @@ def run(
     """
     with locked(directory, _SECONDS_FOR_ORPHANS):
         files = RunFiles(directory, identity(config))
-        needs_minimum = bool(config.goal and config.goal.hold and config.goal.kind == "residual")
-        if needs_minimum and callable(minimum):
+        goal = config.goal
+        if goal is not None and goal.hold and goal.kind == "residual" and callable(minimum):
             minimum = minimum()
-        referee = _Referee(config, None if callable(minimum) else minimum, ceiling)
+        judge = Judge(
+            goal,
+            config.rounds,
+            eval_every=config.eval_every,
+            validates=config.validation > 0,
+            minimum=None if callable(minimum) else minimum,
+            ceiling=ceiling,
+        )
         try:
-            return _run(
-                config, problem, minimum, files, contact or Contact(), referee, keeps_models
-            )
+            return _run(config, problem, minimum, files, contact or Contact(), judge, keeps_models)
         finally:
             files.close()
 
@@ -149,7 +152,7 @@ def _run(
     minimum: Minimum,
     files: RunFiles,
     contact: Contact,
-    referee: _Referee,
+    judge: Judge,
     keeps_models: bool,
 ) -> dict[str, Any]:
     simulation = make_simulation(config, problem)
@@ -165,8 +168,19 @@ def _run(
     for line in lines:
         meter.replay(line.record)
         progress.add(line.record)
-        referee.replay(line)
-    follow = follow_target(config, simulation) if referee.wants_metric else None
+        judge.look_before(line.record.round, line.metrics)
+        judge.look_after(line.record)
+    follow = None if judge.metric is None else follow_target(config, simulation)
+
+    def measure() -> dict[str, float]:
+        return simulation.problem.measure(simulation.averaged)
+
+    def followed(metrics: dict[str, float]) -> dict[str, float]:
+        """Add what the target is about, where that is not among the metrics."""
+        if follow is None or judge.metric is None or judge.metric in metrics:
+            return metrics
+        return metrics | {judge.metric: follow()}
+
     checkpoints, last_report = Checkpoints(), 0.0
     measured_every = max(1, config.rounds // _METRIC_POINTS)
 
@@ -177,24 +191,20 @@ def _run(
         files.checkpoint(arrays, len(lines))
         contact.saved()
 
-    while simulation.next_round <= config.rounds and not referee.is_over():
+    while simulation.next_round <= config.rounds and not judge.is_over():
         number = simulation.next_round
-        metrics: dict[str, float] = {}
         is_measured = (number - 1) % measured_every == 0
         if is_measured:
             model = _snapshot(simulation)
-            metrics = simulation.problem.measure(simulation.averaged)
-        if follow is not None:
-            if referee.metric not in metrics:
-                metrics[referee.metric] = follow()
-            referee.look_before(number, metrics)
-            if referee.is_over():
-                break
+        metrics = followed(measure() if is_measured else {})
+        judge.look_before(number, metrics)
+        if judge.is_over():
+            break
         is_evaluated = (number - 1) % config.eval_every == 0
         record = meter.charge(simulation.run_round(evaluate=is_evaluated))
         if is_measured and models is not None:
             models.consider(number - 1, metrics, record.loss, model)
-        referee.look_after(record)
+        judge.look_after(record)
         client_bytes.add(record)
         line = Line(record.without_clients(), metrics)
         lines.append(line)
@@ -212,13 +222,9 @@ def _run(
     contact.tell(progress)
 
     final_loss = simulation.loss()
-    metrics = simulation.problem.measure(simulation.averaged)
-    measured = dict(metrics)
-    if follow is not None:
-        if referee.metric not in measured:
-            measured[referee.metric] = follow()
-        if not referee.is_over():
-            referee.look_before(simulation.next_round, measured)
+    metrics = measure()
+    measured = followed(metrics)
+    judge.look_before(simulation.next_round, measured)
     if models is not None:
         model = _snapshot(simulation)
         models.consider(len(lines), metrics, final_loss, model)
@@ -229,14 +235,14 @@ def _run(
         minimum = minimum()
     summary = summarize(config.recipe, lines, final_loss, metrics, minimum, goal)
     described = {metric.name: metric.describe() for metric in problem.chosen_metrics}
-    values = [referee.value_of(line.metrics, line.record.loss) for line in lines]
-    values.append(referee.value_of(measured, final_loss))
+    values = [judge.value_of(line.metrics, line.record.loss) for line in lines]
+    values.append(judge.value_of(measured, final_loss))
     files.finish(
         summary
-        | referee.to_json()
+        | judge.to_json()
         | {"metrics": described, "versions": installed_versions(), "run": identity(config)}
         | client_bytes.to_json()
-        | ({"curve": curve(values, lines, metrics)} if referee.is_followed else {})
+        | ({"curve": curve(values, lines, metrics)} if judge.is_followed else {})
     )
     if not keeps_models:
         (files.path / CHECKPOINT).unlink(missing_ok=True)
@@ -262,74 +268,6 @@ class Checkpoints:
         self._last = self._clock()
         needed = (self._last - begun) / _LARGEST_SHARE_OF_CHECKPOINTS
         self._seconds_apart = max(_SECONDS_BETWEEN_CHECKPOINTS, needed)
-
-
-class _Referee:
-    """Says when a run is over, and in ``ending`` why: by its target, or else by its loss."""
-
-    def __init__(self, config: RunConfig, minimum: float | None, ceiling: float) -> None:
-        goal = config.goal
-        self._eval_every = config.eval_every
-        self._ceiling = ceiling
-        self._minimum = 0.0
-        self._judge: Judge | None = None
-        self.metric = VALIDATION if config.validation else "accuracy"
-        self.wants_metric = config.validation > 0
-        self.ending: Ending | None = None
-        if goal is not None and goal.hold:
-            self._judge = Judge(goal, config.rounds)
-            self.wants_metric |= goal.kind == "accuracy"
-            if goal.kind == "residual":
-                if minimum is None:
-                    text = f"the target is a {goal}, and the minimum of the loss is unknown"
-                    raise RunError(text)
-                self._minimum = minimum
-
-    @property
-    def is_followed(self) -> bool:
-        return self.wants_metric or self._judge is not None
-
-    def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
-        """Return what the target is about; NaN where it was not measured."""
-        if self.wants_metric:
-            return metrics.get(self.metric, math.nan)
-        return math.nan if loss is None else loss - self._minimum
-
-    def is_over(self) -> bool:
-        return self.ending is not None
-
-    def look_before(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of the model that a round begins with, after the first one."""
-        if self._judge is not None and self.wants_metric and number > 1:
-            self.ending = self._judge.look(metrics.get(self.metric, math.nan), self._ceiling)
-
-    def look_after(self, record: RoundRecord) -> None:
-        """Look at the loss that a round began with, and count the round if it goes on."""
-        is_evaluated = (record.round - 1) % self._eval_every == 0
-        # One beyond all numbers is read back as None.
-        loss = math.inf if record.loss is None else record.loss
-        if self._judge is None:
-            self.ending = "diverged" if is_evaluated and has_diverged(loss) else None
-            return
-        if not self.wants_metric:
-            self.ending = self._judge.look(loss - self._minimum, self._ceiling)
-        if self.ending is None:
-            self._judge.pay(record)
-
-    def replay(self, line: Line) -> None:
-        """Look at a round that was run before."""
-        if not self.is_over():
-            self.look_before(line.record.round, line.metrics)
-        if not self.is_over():
-            self.look_after(line.record)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return why the run ended and what it cost until then, where a target could end it."""
-        if self._judge is None:
-            return {}
-        ending: Ending = self.ending or "rounds"
-        outcome = {"ending": ending, "value": finite_or_none(self._judge.value)}
-        return {"outcome": outcome | self._judge.costs(ending).to_json()}
 
 
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:

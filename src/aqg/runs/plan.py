@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -127,18 +128,13 @@ def unfinished(jobs: Iterable[Job], directory: Path) -> list[Job]:
     for job in jobs:
         place = directory / job.name
         if (place / CONFIG).exists():
-            _check_unchanged(place, job.config)
+            stored = read_stored(read_config(place))  # no code of it is run
+            if stored != job.config:
+                check_files(stored)
+                refuse_changes(place, asdict(stored), asdict(job.config), "run", "start a new one")
         if read_summary(place) is None:
             left.append(job)
     return left
-
-
-def _check_unchanged(directory: Path, config: RunConfig) -> None:
-    """Refuse to go on with a run that was begun with other settings; no code of it is run."""
-    stored = read_stored(read_config(directory))
-    if stored != config:
-        check_files(stored)
-        refuse_changes(directory, asdict(stored), asdict(config), "run", "start a new one")
 
 
 Key = tuple[tuple[str, Any], ...]
@@ -177,13 +173,11 @@ def prepare(
     for config in configs:
         start = (problem_key(config), config.engine, config.device)
         groups.setdefault(_minimum_key(config), {}).setdefault(start, config)
-    num_ready = 0
+    num_ready = count(1)
 
     def take(event: Event) -> None:
-        nonlocal num_ready
         if isinstance(event, Done):
-            num_ready += 1
-            handle(num_ready, len(groups))
+            handle(next(num_ready), len(groups))
 
     tasks = [_Prepare(tuple(group.values()), data_dir) for group in groups.values()]
     return dict(zip(groups, run_tasks(tasks, place, take), strict=True))
@@ -246,22 +240,15 @@ class Train:
 
     def run(self, make_problem: Callable[[], Problem], contact: Contact) -> dict[str, Any]:
         """Run it on a problem, which is made unless the run is finished."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        summary = read_summary(self.directory)
+        config, directory = self.config, self.directory
+        directory.mkdir(parents=True, exist_ok=True)
+        summary = read_summary(directory)
         if summary is None:
-            write_atomically(self.directory / CONFIG, to_toml((self.config,)).encode())
-            problem = make_problem()
-            loop.run(
-                self.config,
-                problem,
-                self.minimum,
-                self.directory,
-                contact,
-                self.ceiling,
-                self.keeps_models,
-            )
+            write_atomically(directory / CONFIG, to_toml((config,)).encode())
+            options = contact, self.ceiling, self.keeps_models
+            loop.run(config, make_problem(), self.minimum, directory, *options)
             gc.collect()  # graphs on a GPU hold on to each other, and to its memory
-            summary = read_summary(self.directory)
+            summary = read_summary(directory)
             assert summary is not None, "a run that was not stopped leaves its results"
         return summary
 

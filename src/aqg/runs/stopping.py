@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
-from aqg.runs.directory import Line, finite_or_none, metric_fields
+from aqg.runs.directory import VALIDATION, Line, finite_or_none, metric_fields
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -85,18 +85,17 @@ class Target:
         >>> Target("loss", 1.0, hold=3, is_mean=True).first_reached([5, 0.9, 2, 0.8, 1.1, 0.9])
         3
         """
-        if self.is_mean and self.hold:
+        if self.hold:
             starts = range(len(values) + 1 - self.hold)
             return next((k for k in starts if self.is_held(values[k : k + self.hold])), None)
-        streak = 0
-        for position, value in enumerate(values):
-            streak = streak + 1 if self.is_met(value) else 0
-            if 0 < self.hold <= streak:
-                return position + 1 - streak
-        return None if self.hold or not streak else len(values) - streak
+        met = [self.is_met(value) for value in values]
+        streak = len(met) if all(met) else met[::-1].index(False)
+        return len(values) - streak if streak else None
 
     def is_held(self, values: Sequence[float]) -> bool:
-        return self.is_met(values[0]) and self.is_met(sum(values) / len(values))
+        if self.is_mean:
+            return self.is_met(values[0]) and self.is_met(sum(values) / len(values))
+        return all(map(self.is_met, values))
 
     def progress(self, start: float, value: float) -> float:
         """Return which share of the way from ``start`` to the target lies behind.
@@ -123,60 +122,100 @@ class Target:
 
 
 class Judge:
-    """Follows a run's costs and its loss, residual or accuracy, and says when it is over.
+    """Says in ``ending`` why a run is over, and in ``cost`` what it cost until then.
 
-    ``value`` is what was looked at last; NaN before the first look.
+    ``metric`` is what has to be measured before every round, None where the training loss is
+    enough; ``value`` is the loss, residual or accuracy that was looked at last.
     """
 
-    def __init__(self, target: Target, num_rounds: int) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: Target | None,
+        num_rounds: int,
+        *,
+        eval_every: int = 1,
+        validates: bool = False,
+        minimum: float | None = None,
+        ceiling: float = math.inf,
+    ) -> None:
+        self._target = target if target is not None and target.hold else None
+        kind = None if self._target is None else self._target.kind
+        if kind == "residual" and minimum is None:
+            raise RunError(f"the target is a {target}, and the minimum of the loss is unknown")
+        self._minimum = (minimum or 0.0) if kind == "residual" else 0.0
+        self.metric = VALIDATION if validates else "accuracy" if kind == "accuracy" else None
+        self.is_followed = self.metric is not None or self._target is not None
+        self._eval_every = eval_every
+        self._ceiling = ceiling
         self._milestones = {round(share * num_rounds): share for share in _MILESTONES}
-        self._costs = self._candidate = Cost()
-        self._streak = 0
-        self._recent: deque[tuple[float, Cost]] = deque(maxlen=max(1, target.hold))
+        self._spent = Cost()
+        hold = 1 if self._target is None else self._target.hold
+        self._recent: deque[tuple[float, Cost]] = deque(maxlen=hold)
         self._first_value = math.nan
         self.value = math.nan
+        self.ending: Ending | None = None
 
-    def pay(self, record: RoundRecord) -> None:
-        self._costs = self._costs.plus(record)
+    def value_of(self, metrics: Mapping[str, float], loss: float | None) -> float:
+        """Return what the target is about; NaN where it was not measured."""
+        if self.metric is not None:
+            return metrics.get(self.metric, math.nan)
+        return math.nan if loss is None else loss - self._minimum
 
-    def look(self, value: float, ceiling: float = math.inf) -> Ending | None:
-        """Take the value that the rounds paid for so far have led to.
+    def is_over(self) -> bool:
+        return self.ending is not None
 
-        More bytes than the ceiling, in both directions, are too expensive.
-        """
+    def look_before(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of the model that a round begins with, after the first one."""
+        if self.ending is None and self.metric is not None and number > 1:
+            self._look(metrics.get(self.metric, math.nan))
+
+    def look_after(self, record: RoundRecord) -> None:
+        """Look at the loss that a round began with, and count the round if it goes on."""
+        # One beyond all numbers is read back as None.
+        loss = math.inf if record.loss is None else record.loss
+        is_evaluated = (record.round - 1) % self._eval_every == 0
+        if self._target is None:
+            self.ending = "diverged" if is_evaluated and has_diverged(loss) else None
+        elif self.ending is None and self.metric is None:
+            self._look(loss - self._minimum)
+        if self.ending is None:
+            self._spent = self._spent.plus(record)
+
+    def _look(self, value: float) -> None:
+        """Take the value that the rounds counted so far have led to."""
+        if self._target is None:
+            return
         self.value = value
         if math.isnan(self._first_value):
             self._first_value = value
-        if self._is_reached(value):
+        self._recent.append((value, self._spent))
+        self.ending = self._judged(self._target, value)
+
+    def _judged(self, target: Target, value: float) -> Ending | None:
+        values = [other for other, _ in self._recent]
+        if len(values) == target.hold and target.is_held(values):
             return "reached"
         if has_diverged(abs(value)):
             return "diverged"
-        is_loss = self._target.kind != "accuracy"
-        if is_loss and value > _HOPELESS * self._first_value:
+        if target.kind != "accuracy" and value > _HOPELESS * self._first_value:
             return "hopeless"
-        share = self._milestones.get(self._costs.rounds, 0.0)
-        if share and self._target.progress(self._first_value, value) < share:
+        share = self._milestones.get(self._spent.rounds, 0.0)
+        if share and target.progress(self._first_value, value) < share:
             return "hopeless"
-        costs = self._candidate if self._streak else self._costs
-        return "beyond" if costs.total_bytes > ceiling else None
+        # What was met within the ceiling may still be confirmed beyond it.
+        met = (cost for other, cost in self._recent if target.is_met(other))
+        return "beyond" if next(met, self._spent).total_bytes > self._ceiling else None
 
-    def _is_reached(self, value: float) -> bool:
-        target = self._target
-        if not target.is_mean:
-            self._streak = self._streak + 1 if target.is_met(value) else 0
-            if self._streak == 1:
-                self._candidate = self._costs
-            return 0 < target.hold <= self._streak
-        self._recent.append((value, self._costs))
-        met = [costs for other, costs in self._recent if target.is_met(other)]
-        self._streak = len(met)
-        self._candidate = met[0] if met else self._costs
-        values = [other for other, _ in self._recent]
-        return 0 < target.hold <= len(values) and target.is_held(values)
+    @property
+    def cost(self) -> Cost:
+        return self._recent[0][1] if self.ending == "reached" else self._spent
 
-    def costs(self, ending: Ending) -> Cost:
-        return self._candidate if ending == "reached" else self._costs
+    def to_json(self) -> dict[str, Any]:
+        """Return why the run ended and what it cost until then, where a target could end it."""
+        if self._target is None:
+            return {}
+        outcome = {"ending": self.ending or "rounds", "value": finite_or_none(self.value)}
+        return {"outcome": outcome | self.cost.to_json()}
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def test_results_are_shown_again_without_a_run(finished, capsys):
 
 @pytest.mark.soak
 def test_a_comparison_from_its_start_to_its_tables(data_dir, tmp_path, capsys):
-    if TASKS["heart"].missing_file(data_dir) is not None:
+    if TASKS["heart"].missing(data_dir) is not None:
         pytest.skip("needs the files of heart in the data directory")
     directory, options = tmp_path / "c", ["--data-dir", str(data_dir), "--jobs", "1"]
     named = ["compare", "stc", "--task", "heart", "--seeds", "1"]

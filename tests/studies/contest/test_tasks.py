@@ -15,9 +15,9 @@ from aqg.studies.contest.tasks import QUICK_TASKS, TASKS, available, parse_tasks
 
 
 def need(name, data_dir):
-    missing = TASKS[name].missing_file(data_dir)
+    missing = TASKS[name].missing(data_dir)
     if missing is not None:
-        pytest.skip(f"needs {missing.name} in the data directory")
+        pytest.skip(missing)
 
 
 def test_tasks_by_name():
@@ -40,6 +40,14 @@ def test_tasks_whose_files_are_missing_are_left_out(tmp_path):
     assert any("task cifar10 is left out:" in line and "cifar10.npz" in line for line in lines)
     with pytest.raises(DataError, match="task heart is left out"):
         available(select_tasks(["heart"]), tmp_path)
+
+
+def test_who_has_the_package_alone_is_told_to_get_a_checkout(tmp_path):
+    task = TASKS["heart"]
+    away = task.config.problem.replace("examples", "lib/examples")  # as beside site-packages
+    packaged = replace(task, config=replace(task.config, problem=away))
+    with pytest.raises(DataError, match=r"problem, examples/heart\.py, is in .* from a checkout"):
+        available([packaged], tmp_path)
 
 
 def test_every_task_has_a_goal_that_its_runs_can_measure():
@@ -108,7 +116,7 @@ def test_cifar10_from_its_file(tmp_path):
     np.savez(tmp_path / "cifar10.npz", **arrays)
     for name, norm in (("cifar10", "group"), ("cifar10-batchnorm", "batch")):
         task = TASKS[name]
-        assert task.missing_file(tmp_path) is None
+        assert task.missing(tmp_path) is None
         file = task.config.problem.partition(".py:")[0]
         problem = f"{file}.py:problem:clients=3:images=300:norm={norm}"
         made = build_problem(replace(task.config, problem=problem, clients=3), tmp_path)

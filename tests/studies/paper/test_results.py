@@ -14,7 +14,7 @@ from tools.document import refresh
 from aqg.cli.app import run_app
 from aqg.cli.studies import Where, run_plan, show_results
 from aqg.errors import ConfigError, RunError
-from aqg.runs.cost import Cost, heads
+from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, Cost
 from aqg.runs.plan import unfinished
 from aqg.studies.paper.outcomes import (
     CURVES,
@@ -193,7 +193,7 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     (qgd,) = results.select(recipe="qgd", partition="iid")
     assert (qgd.total.uploads, qgd.total.bits_per_param) == (18 * 25, 18 * 25 * 4)
     (gd,) = results.select(recipe="gd", partition="iid")
-    told = 18 * (heads().first_order + 24 * heads().order)
+    told = 18 * (FIRST_ORDER_BYTES + 24 * ORDER_BYTES)
     models = 25 * 18 * (8 * 34 + 8)  # in float64, and the movement
     assert gd.total.download_bytes == models + told
     assert gd.minimum == qgd.minimum == pytest.approx(70.34135772)

@@ -62,11 +62,17 @@ class Task:
         rounds = math.ceil(MOST_DELAY * self.config.rounds)
         return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
 
-    def missing_file(self, data_dir: Path | None) -> Path | None:
+    def missing(self, data_dir: Path | None) -> str | None:
+        """Say which file the task needs that is not there; None where all are."""
         code = None if self.config.problem is None else Code.parse(self.config.problem)
+        if code is not None and not code.path.is_file() and not self.is_own:
+            return (
+                f"its problem, {'/'.join(code.path.parts[-2:])}, is in the repository and not in "
+                "the installed package; run it from a checkout, installed with pip install -e ."
+            )
         paths = [data_directory(data_dir) / file for file in self.files]
         paths += [] if code is None else [code.path]
-        return next((path for path in paths if not path.is_file()), None)
+        return next((f"{str(path)!r} is missing" for path in paths if not path.is_file()), None)
 
 
 def _with_fixed(config: RunConfig, target: Target) -> RunConfig:
@@ -174,11 +180,11 @@ def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task,
     """Return the tasks whose files are there, and a line about each of the others."""
     kept, lines = [], []
     for task in tasks:
-        missing = task.missing_file(data_dir)
+        missing = task.missing(data_dir)
         if missing is None:
             kept.append(task)
         else:
-            lines.append(f"task {task.name} is left out: {str(missing)!r} is missing")
+            lines.append(f"task {task.name} is left out: {missing}")
     if not kept:
         raise DataError("; ".join(lines))
     return tuple(kept), lines
