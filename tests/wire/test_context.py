@@ -115,24 +115,6 @@ def test_uses_structure_that_frequencies_do_not_show(num_symbols, share):
     assert size < len(compress(pack(levels, width).tobytes()))
 
 
-@pytest.mark.parametrize("num_symbols", [2, 3, 4, 7, 15, 16, 255])
-def test_noise_costs_little_more_than_its_entropy(num_symbols):
-    rng = np.random.default_rng(1)
-    middle = (num_symbols - 1) / 2
-    levels = np.rint(rng.normal(middle, num_symbols / 8, 100_000)).clip(0, num_symbols - 1)
-    levels = levels.astype(np.uint8)
-    assert len(encode(levels, num_symbols)) < 1.02 * zero_order_bytes(levels)
-
-
-@pytest.mark.parametrize("num_symbols", ALPHABETS)
-def test_a_constant_message_costs_next_to_nothing(num_symbols):
-    for level in {0, (num_symbols - 1) // 2, num_symbols - 1}:
-        dtype = np.uint8 if num_symbols <= 256 else np.uint16
-        # Every decision has to be learned once, and a far level takes more of them.
-        bound = 4 if num_symbols <= 4 else 4 + 2 * num_symbols.bit_length()
-        assert len(encode(np.full(7850, level, dtype), num_symbols)) <= bound
-
-
 def test_hints_pay_when_they_tell_something_and_cost_little_when_not():
     rng = np.random.default_rng(2)
     levels = rng.integers(0, 2, 20_000).astype(np.uint8)
