@@ -79,8 +79,8 @@ def test_server_refuses_a_bad_message_and_keeps_its_state():
         ({"width": 0}, "width 0 is outside 1..16"),
         ({"step": 0.3}, "step 0.3 is not a bfloat16"),
         ({"step": float("nan")}, "step nan"),
-        ({"levels": np.zeros((2, 2), np.uint8)}, "2-d uint8"),
-        ({"levels": np.zeros(4, np.uint16)}, "1-d uint16; width 2 needs 1-d uint8"),
+        ({"levels": np.zeros((2, 2), np.uint8)}, r"levels are uint8 of shape \(2, 2\)"),
+        ({"levels": np.zeros(4, np.uint16)}, r"levels are uint16 .*; they must be uint8"),
     ],
 )
 def test_uploads_check_their_parts(changes, message):
