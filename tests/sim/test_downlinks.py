@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from aqg.core.downlink import Condensed, Exact, make_downlink
@@ -71,21 +70,6 @@ def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
         no_downloads = {"download_bytes": 0, "client_download_bytes": ()}
         assert other._replace(**no_downloads) == one._replace(**no_downloads)
     assert exact.parameters.tobytes() == full.parameters.tobytes()
-
-
-def test_every_client_of_the_reference_holds_the_servers_model():
-    for downlink in ("exact", "condensed"):
-        reference, _ = simulations("auto", "noisy, momentum", downlink)
-        for _ in range(ROUNDS):
-            reference.run_round()
-            expected = reference.server.public
-            for clients, delivery in reference._deliver(np.arange(6))[0]:
-                for m in clients.tolist():
-                    reference._tell(m, delivery)
-            for m in range(6):
-                for mine, theirs in zip(reference.models[m].vectors, expected.vectors, strict=True):
-                    assert mine.tobytes() == theirs.tobytes()
-                assert reference.models[m].history == expected.history
 
 
 def test_a_state_without_a_log_does_not_fit():

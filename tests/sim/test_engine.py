@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
-from aqg.core.space import as_index
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
+from aqg.sim.backends import NumpyBackend, cut, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -131,17 +130,6 @@ def test_logistic_equals_the_reference(name, dtype):
     assert_same(fast, reference, rounds=25)
 
 
-def test_views_side_by_side_are_joined_without_a_copy():
-    data = np.arange(24.0).reshape(4, 3, 2)
-    joined = join(list(data))
-    assert np.shares_memory(joined, data)
-    assert np.array_equal(joined, data)
-    assert not joined.flags.writeable
-    reordered = join([data[2], data[0], data[3]])
-    assert not np.shares_memory(reordered, data)
-    assert np.array_equal(reordered, data[[2, 0, 3]])
-
-
 def test_clients_that_share_samples_take_no_memory_of_their_own():
     few = wide_problem(num_clients=5)
     base = few.clients[0].features.base
@@ -151,24 +139,6 @@ def test_clients_that_share_samples_take_no_memory_of_their_own():
     assert all(np.shares_memory(stack.features, base) for stack in stacks.values())
     arguments = (many, make_recipe("lean"), 0.01)
     assert FastSimulation(*arguments).run_round() == ReferenceSimulation(*arguments).run_round()
-
-
-def test_a_block_that_ends_inside_a_stack():
-    problem = tiny_problem(num_clients=7)
-    sizes = [3 * problem.initial_params.nbytes, 1 << 26]
-    small, large = (
-        FastSimulation(problem, make_recipe("lean"), 0.05, block_bytes=size) for size in sizes
-    )
-    assert_same(small, large, rounds=12)
-
-
-@given(st.sets(st.integers(0, 30), min_size=1))
-def test_consecutive_clients_become_a_slice(chosen):
-    clients = np.array(sorted(chosen))
-    table = np.arange(31)
-    index = as_index(clients)
-    assert table[index].tolist() == clients.tolist()
-    assert isinstance(index, slice) == (clients[-1] - clients[0] == len(clients) - 1)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("1", 1), ("5", 5), ("0", 1)])

@@ -260,13 +260,6 @@ def test_frozen_statistics_stay_as_they_are():
     assert records[-1].loss < records[0].loss
 
 
-def test_models_with_random_layers_and_statistics_learn():
-    for name in "average", "local", "frozen":
-        simulation, records = run(PROBLEMS[name](), rounds=25, step_size=0.1)
-        assert records[-1].loss < 0.7 * records[0].loss, name
-        assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8, name
-
-
 def test_exact_gradients_go_on_refusing_before_the_first_round():
     for kind in ReferenceSimulation, FastSimulation:
         with pytest.raises(ConfigError, match=r"layer 'norm', BatchNorm1d.*train on minibatches"):

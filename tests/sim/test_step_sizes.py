@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from aqg.core.downlink import make_downlink
@@ -11,7 +10,6 @@ from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import DistanceOverGradients, Fixed
 from aqg.errors import RunError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import check_engines, check_torch, crossed, soak, tiny_problem
@@ -58,16 +56,6 @@ DOWNLINKS = ("full", "exact", "condensed")
 def test_the_engine_takes_the_steps_of_the_reference(setting, downlink, recipe):
     arguments, training = terms(setting, downlink, recipe)
     check_engines(*arguments, training=training, rounds=ROUNDS)
-
-
-def test_every_client_follows_to_the_servers_model():
-    reference = simulate(ReferenceSimulation, "all take part", "condensed")
-    for _ in range(ROUNDS):
-        reference.run_round()
-        for clients, delivery in reference._deliver(np.arange(6))[0]:
-            for m in clients.tolist():
-                news = reference._tell(m, delivery)
-                assert news.parameters.tobytes() == reference.parameters.tobytes()
 
 
 def test_a_state_of_fixed_steps_does_not_fit():

@@ -32,15 +32,6 @@ def test_kernels_agree_with_numpy(width, length, seed):
     np.testing.assert_array_equal(unpacked, levels)
 
 
-@pytest.mark.parametrize("width", range(1, 17))
-def test_level_i_starts_at_bit_i_times_width(width):
-    levels = random_levels(width, 37)
-    number = int.from_bytes(pack(levels, width).tobytes(), "little")
-    for i, level in enumerate(levels):
-        assert number >> (i * width) & ((1 << width) - 1) == level
-    assert number >> (len(levels) * width) == 0
-
-
 def test_views_are_packed_like_copies():
     levels = random_levels(5, 400)
     np.testing.assert_array_equal(pack(levels[::3], 5), pack(levels[::3].copy(), 5))

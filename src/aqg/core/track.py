@@ -269,28 +269,8 @@ def who_sends(
     >>> skipped_rounds
     array([0, 0, 3, 3])
     """
-    places = np.empty((3, len(wanting)), np.int64)
-    num_sending, num_skipping, num_faulty = _sort(
-        np.ascontiguousarray(wanting), in_range, skipped_rounds, max_staleness, places
-    )
-    return places[0, :num_sending], places[1, :num_skipping], places[2, :num_faulty]
-
-
-@njit()
-def _sort(
-    wanting: Any, in_range: Any, skipped_rounds: Any, max_staleness: Any, places: Any
-) -> tuple[int, int, int]:
-    num_sending, num_skipping, num_faulty = 0, 0, 0
-    for m in range(len(wanting)):
-        if not in_range[m]:
-            places[2, num_faulty] = m
-            num_faulty += 1
-        elif wanting[m] or skipped_rounds[m] >= max_staleness:
-            places[0, num_sending] = m
-            num_sending += 1
-            skipped_rounds[m] = 0
-        else:
-            places[1, num_skipping] = m
-            num_skipping += 1
-            skipped_rounds[m] += 1
-    return num_sending, num_skipping, num_faulty
+    sends = in_range & (wanting | (skipped_rounds >= max_staleness))
+    skips = in_range & ~sends
+    skipped_rounds[sends] = 0
+    skipped_rounds += skips
+    return np.flatnonzero(sends), np.flatnonzero(skips), np.flatnonzero(~in_range)
