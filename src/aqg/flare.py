@@ -38,7 +38,7 @@ from aqg.channel.server import Channel
 from aqg.channel.settings import make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.store import DirectoryVault
-from aqg.weights import read_tensors
+from aqg.weights import as_numpy, read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -404,16 +404,12 @@ def _listed(patterns: str | Sequence[str]) -> list[str]:
 
 def _arrays(data: Mapping[str, Any]) -> Values | None:
     """Return tensors as arrays, bfloat16 as float32; None where there is anything else."""
-    found: dict[str, Tensor] = {}
-    for name, value in data.items():
-        if type(value).__module__.partition(".")[0] == "torch":
-            tensor = value.detach().cpu()
-            found[name] = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
-        elif isinstance(value, np.ndarray | np.generic):
-            found[name] = np.asarray(value)
-        else:
-            return None
-    return found or None
+    is_tensor = all(
+        isinstance(value, np.ndarray | np.generic)
+        or type(value).__module__.partition(".")[0] == "torch"
+        for value in data.values()
+    )
+    return {name: as_numpy(value) for name, value in data.items()} if data and is_tensor else None
 
 
 def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:

@@ -60,7 +60,7 @@ def load_model(path: Path | str, module: Any = None, *, which: str = "best") -> 
                 f"{str(file.parent)!r} has no {file.name}: no finished run of one recipe"
             )
     if module is None:
-        return {name: _as_numpy(value) for name, value in read_tensors(file).items()}
+        return {name: as_numpy(value) for name, value in read_tensors(file).items()}
     fill_module(module, read_tensors(file), str(file))
     return module
 
@@ -220,11 +220,10 @@ def _read_state_dict(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _as_numpy(value: Any) -> NDArray[Any]:
-    if isinstance(value, np.ndarray):
-        return value
-    import torch
-
-    tensor = value.float() if value.dtype == torch.bfloat16 else value
-    array: NDArray[Any] = tensor.numpy()
+def as_numpy(value: Any) -> NDArray[Any]:
+    """Return an array, or a tensor of torch's; NumPy has no bfloat16, which becomes float32."""
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    array: NDArray[Any] = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
     return array

@@ -171,8 +171,16 @@ class CompressedGrid(OuterGrid):
         self.counts = Counts()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        phases = self._publish(messages)
+        messages, asked = list(messages), set[int]()
+        phases: list[dict[str, Phase] | None] = []
+        published: dict[str, tuple[ArrayRecord, Phase]] = {}
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if _kind_of(message) not in _KINDS or not message.has_content() or node in asked:
+                phases.append(None)
+                continue
+            asked.add(node)
+            phases.append(self._publish(message, published))
         sent = [
             message if phase is None else self._compress(message, phase)
             for message, phase in zip(messages, phases, strict=True)
@@ -252,33 +260,22 @@ class CompressedGrid(OuterGrid):
         _logger.info("aqg: training took %s", self.counts.train)
         _logger.info("aqg: evaluation took %s", self.counts.evaluate)
 
-    def _publish(self, messages: list[Message]) -> list[dict[str, Phase] | None]:
-        """Bring the public copies up to date; return what is sent of the models of each message.
-
-        That is None for messages that are left alone.
-        """
-        phases: list[dict[str, Phase] | None] = []
-        published: dict[str, tuple[ArrayRecord, Phase]] = {}
-        asked: set[int] = set()
-        for message in messages:
-            phases.append(None)
-            kind, node = _kind_of(message), message.metadata.dst_node_id
-            if kind not in _KINDS or not message.has_content() or node in asked:
-                continue
-            own = {}
-            for name, record in message.content.array_records.items():
-                if name not in published:
-                    phase = self._phase(name, record, message)
-                    if phase is None:
-                        continue
-                    published[name] = record, phase
-                first, phase = published[name]
-                if record is not first and not _is_equal(record, first):
-                    self._warn(f"{name!r} is not the same for all nodes; it is sent as it is")
+    def _publish(
+        self, message: Message, published: dict[str, tuple[ArrayRecord, Phase]]
+    ) -> dict[str, Phase]:
+        """Bring the public copies up to date; return what is sent of the models of a message."""
+        phases = {}
+        for name, record in message.content.array_records.items():
+            if name not in published:
+                phase = self._phase(name, record, message)
+                if phase is None:
                     continue
-                own[name] = phase
-            phases[-1] = own
-            asked.add(node)
+                published[name] = record, phase
+            first, phase = published[name]
+            if record is not first and not _is_equal(record, first):
+                self._warn(f"{name!r} is not the same for all nodes; it is sent as it is")
+                continue
+            phases[name] = phase
         return phases
 
     def _phase(self, name: str, record: ArrayRecord, message: Message) -> Phase | None:

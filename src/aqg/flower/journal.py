@@ -137,11 +137,16 @@ class Journal:
     def begin(self, number: int, describe: Mapping[str, Any], dtype: str) -> None:
         """Begin, or go on at a round: open all that is written to."""
         settings, directory = self._settings, self._directory
-        writers: list[RunLogger] = []
+        config = config_of(settings, describe, dtype)
         self._lines: list[Line] = []
+        writers: list[RunLogger] = []
         if directory is not None:
-            self._lines = _earlier_lines(directory, number) if number > 1 else []
-            writers.append(RunDirectory(directory))
+            text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
+            write_atomically(directory / CONFIG, text.encode())
+            self._rounds = Records(directory / ROUNDS)
+            if number > 1:
+                self._lines = _earlier_lines(directory, number)
+            self._rounds.replace(self._rounds.read()[: number - 1] if number > 1 else [])
             if settings.tensorboard:
                 writers.append(TensorBoard(directory / "tensorboard"))
             directions = {name: metric.higher_is_better for name, metric in METRICS.items()}
@@ -149,7 +154,6 @@ class Journal:
         if settings.mlflow:
             writers.append(MLflow(settings.mlflow, directory))
         self._writers = [self._stack.enter_context(closing(w)) for w in (*writers, *self._loggers)]
-        config = config_of(settings, describe, dtype)
         for writer in self._writers:
             writer.start(config, number)
 
@@ -164,6 +168,8 @@ class Journal:
             self._models.consider(record.round - 1, metrics, record.loss, lambda: tensors)
         self._lines.append(Line(record, {**metrics, **report.client_fields()}))
         self._reports.append(report)
+        if self._directory is not None:  # before the checkpoint that counts on it
+            self._rounds.add(report.to_row())
         for writer in self._writers:
             writer.round(report)
         self.ending = ending(self._settings, self._lines, time.monotonic() - self._started)
@@ -199,6 +205,8 @@ class Journal:
         if self._models is not None:
             self._models.consider(len(lines), metrics, loss, make_tensors)
             self._models.finish(len(lines), make_tensors)
+        if self._directory is not None:
+            write_atomically(self._directory / SUMMARY, to_json(results).encode())
         for writer in self._writers:
             writer.finish(results)
         return results
@@ -294,27 +302,6 @@ class RunLogger:
 
     def close(self) -> None:
         """Let go of files, also after an error."""
-
-
-class RunDirectory(RunLogger):
-    """The simulator's run directory: ``config.toml``, ``rounds.jsonl`` and ``summary.json``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rounds = Records(path / ROUNDS)
-
-    def start(self, config: Mapping[str, Any], next_round: int) -> None:
-        """Write the config, and drop the lines of rounds that will be run again."""
-        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
-        write_atomically(self._path / CONFIG, text.encode())
-        self._rounds.replace(self._rounds.read()[: next_round - 1] if next_round > 1 else [])
-
-    def round(self, report: RoundReport) -> None:
-        """Add a line, on disk before the checkpoint that counts on it."""
-        self._rounds.add(report.to_row())
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        write_atomically(self._path / SUMMARY, to_json(summary).encode())
 
 
 class TensorBoard(RunLogger):

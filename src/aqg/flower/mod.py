@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
-from aqg.core.types import to_numpy
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.envelope import (
     BESIDE,
@@ -149,6 +148,7 @@ def _say_once(message: Message, context: Context) -> None:
 def _tensors(given: object) -> Values:
     """Return the tensors of a node's own first model."""
     from aqg.flower.models import is_module, values_in
+    from aqg.weights import as_numpy
 
     if isinstance(given, ArrayRecord):
         return values_of(given)
@@ -159,7 +159,7 @@ def _tensors(given: object) -> Values:
             f"start returned a {type(given).__name__}; it must be a torch module, its state_dict "
             "or an ArrayRecord"
         )
-    return {name: to_numpy(tensor) for name, tensor in given.items()}
+    return {name: as_numpy(tensor) for name, tensor in given.items()}
 
 
 def _receive(

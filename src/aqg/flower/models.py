@@ -19,6 +19,7 @@ from aqg.channel.tensors import Kind, Schema, is_finite
 from aqg.errors import ConfigError
 from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.objectives.layout import ModelLayout
+from aqg.weights import as_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,12 +132,8 @@ def is_module(start: object) -> TypeGuard[torch.nn.Module]:
 
 
 def values_in(module: nn.Module) -> dict[str, Tensor]:
-    import torch
-
-    state = {n: t.detach().cpu() for n, t in module.state_dict().items() if torch.is_tensor(t)}
-    # NumPy has no bfloat16
-    held = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in state.items()}
-    return {name: np.array(tensor.numpy()) for name, tensor in held.items()}
+    state = {name: t for name, t in module.state_dict().items() if hasattr(t, "detach")}
+    return {name: np.array(as_numpy(tensor)) for name, tensor in state.items()}
 
 
 def _aliases(module: nn.Module, layout: ModelLayout) -> dict[str, str]:
