@@ -4,14 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy import optimize
 
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import make_objective
 from aqg.objectives.optimum import Optimum, cached_optimum, find_optimum
-
-Client = tuple["NDArray[np.float64]", "NDArray[np.int64]"]
 
 
 def unequal_clients(num_classes, dtype=np.float64):
@@ -46,40 +43,11 @@ def test_agrees_with_an_independent_solver(model, num_classes, l2, scaling):
         each = [objective.losses_and_gradients(params, *client)[1] for client in clients]
         return np.mean(each, axis=0)
 
-    # Newton's method with a Hessian from differences of gradients shares nothing with L-BFGS.
-    params = np.zeros(objective.num_params)
-    for _ in range(200):
-        slope = gradient(params)
-        step = 1e-5
-        hessian = np.stack(
-            [
-                (gradient(params + step * axis) - gradient(params - step * axis)) / (2 * step)
-                for axis in np.eye(objective.num_params)
-            ]
-        )
-        direction = -np.linalg.solve(hessian, slope)
-        length = 1.0
-        while average(params + length * direction) > average(params) and length > 1e-3:
-            length /= 2
-        params = params + length * direction
-        if np.linalg.norm(slope) < 1e-9:
-            break
-    assert optimum.value == pytest.approx(average(params), abs=1e-9)
-
-
-@pytest.mark.soak
-def test_no_point_is_below_the_certified_interval():
-    clients = unequal_clients(3)
-    objective = make_objective("softmax", 4, 3, 0.05, "mean")
-    optimum = find_optimum(objective, clients)
-    result = optimize.minimize(
-        lambda params: np.mean([objective.losses(params, *client) for client in clients]),
-        objective.init_params(0),
-        method="Powell",
-        options={"maxfev": 30_000, "ftol": 1e-14, "xtol": 1e-10},
+    # Newton's conjugate gradients share nothing with L-BFGS.
+    found = optimize.minimize(
+        average, np.zeros(objective.num_params), jac=gradient, method="Newton-CG", tol=1e-10
     )
-    assert optimum.value - optimum.error_bound <= result.fun + 1e-14
-    assert result.fun - optimum.value < 1e-3
+    assert optimum.value == pytest.approx(found.fun, abs=1e-9)
 
 
 def test_clients_count_alike_whatever_their_size():
@@ -170,7 +138,7 @@ def damaged_entries():
         "not an object": b"[1, 2]",
         "no optimum": b"{}",
         "numbers missing": json.dumps({"key": "", "optimum": {"value": 1.0}}).encode(),
-        "unknown number": json.dumps({"key": "", "optimum": good | {"x": 1.0}}).encode(),
+        "no finite number": json.dumps({"key": "", "optimum": good | {"value": np.nan}}).encode(),
         "not a number": json.dumps({"key": "", "optimum": good | {"value": "two"}}).encode(),
         "key of another entry": json.dumps({"key": "{}", "optimum": good}).encode(),
         "optimum is a list": json.dumps({"key": "", "optimum": [1.0]}).encode(),
@@ -188,13 +156,6 @@ def test_damaged_entry_is_computed_again_and_replaced(tmp_path, damage):
     assert cached_optimum(KEY, solver, tmp_path) == VALUE
     assert solver.num_calls == 1
     assert only_entry(tmp_path).read_bytes() == intact
-
-
-def test_entry_with_nan_is_computed_again(tmp_path):
-    cached_optimum(KEY, Solver(), tmp_path)
-    entry = only_entry(tmp_path)
-    entry.write_text(entry.read_text().replace(repr(VALUE.value), "NaN"))
-    assert cached_optimum(KEY, Solver(), tmp_path) == VALUE
 
 
 def test_unwritable_cache_is_no_error(tmp_path):

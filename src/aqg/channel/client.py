@@ -32,9 +32,7 @@ from aqg.channel.tensors import (
     kinds_of,
     vector_dtype,
 )
-from aqg.core.public import Public
 from aqg.core.recipes import make_recipe
-from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
 from aqg.protocol.client import intact_base, log_reply, short
 from aqg.protocol.digests import DIGEST_BYTES
@@ -441,8 +439,7 @@ class OwnTensors:
         """Write the tensors, whole or not at all."""
         self.load()  # numbers in use are not used again
         own = {name: self._arrays.write(tensor) for name, tensor in values.items()}
-        numbers = {int(cell["number"]) for cell in own.values() if "number" in cell}
-        self._arrays.commit(json.dumps({"key": self._key, "own": own}), numbers)
+        self._arrays.commit({"key": self._key, "own": own})
 
 
 class CopyStore:
@@ -482,15 +479,10 @@ class CopyStore:
             index = self._read_index()
             if index is None:
                 return None
-            self._arrays.reserve(_numbers_in(index))
-            position, velocity, direction = (
-                self._arrays.read(cell)[None] for cell in index["track"]
-            )
-            track = Track(position, velocity, direction, np.ones(1, np.bool_))
-            history, quantum = tuple(map(float, index["history"])), float(index["quantum"])
+            self._arrays.reserve(index)
             copy = PublicCopy(
                 bytes.fromhex(index["layout"]),
-                Public(int(index["version"]), track, history, quantum, index["mark"]),
+                self._arrays.read_public(index["public"]),
                 {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
@@ -502,29 +494,20 @@ class CopyStore:
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""
-        index = {
+        index: dict[str, Any] = {
             "key": self._key,
             "terms": to_bytes(terms_of_run(order)).hex(),
-            "version": copy.version,
-            "history": list(copy.public.history),
-            "quantum": copy.public.quantum,
-            "mark": copy.public.mark,
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
-            "track": [self._arrays.write(part[0]) for part in copy.public.track[:3]],
+            "public": self._arrays.write_public(copy.public),
             "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
             "digests": {name: digest.hex() for name, digest in copy.digests.items()},
             "digest": copy.digest.hex(),
         }
         index["checksum"] = _checksum(index)
-        self._arrays.commit(json.dumps(index), _numbers_in(index))
+        self._arrays.commit(index)
 
 
 def _checksum(index: dict[str, Any]) -> int:
     """Return the CRC-32 of an index; large arrays have checksums of their own."""
     return zlib.crc32(json.dumps(index, sort_keys=True).encode())
-
-
-def _numbers_in(index: dict[str, Any]) -> set[int]:
-    cells = [*index["track"], *index["kept"].values()]
-    return {int(cell["number"]) for cell in cells if "number" in cell}

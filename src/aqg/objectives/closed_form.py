@@ -97,9 +97,8 @@ class ClosedForm(Objective):
     ) -> tuple[Array, Array]:
         """Return ``Σ_i w_i loss_i`` for weights ``(..., n)``, and its gradient; no regularizer.
 
-        For objectives with classes: a weight is that of a column of slopes, ``(..., C, n)``. Each
-        client may have a model of its own: ``params`` is ``(num_params,)`` or ``(...,
-        num_params)``.
+        With classes, each client may have a model of its own: ``params`` is ``(num_params,)`` or
+        ``(..., num_params)``.
         """
         one = params if params.ndim == 1 else params[(0,) * (params.ndim - 1)]
         self._check(one, features, labels)
@@ -108,9 +107,7 @@ class ClosedForm(Objective):
                 f"parameters have shape {tuple(params.shape)}; features of shape "
                 f"{tuple(features.shape)} need ({self.num_params},) or one such row per client"
             )
-        samples, gradients = self._samples_and_gradients(
-            params, features, labels, weights[..., None, :]
-        )
+        samples, gradients = self._samples_and_gradients(params, features, labels, weights)
         return (weights * samples).sum(axis=-1), gradients
 
     def _samples_and_gradients(
@@ -137,7 +134,7 @@ class ClosedForm(Objective):
     ) -> Array:
         """Return the loss of each sample; write the gradients of ``weight`` times their sum.
 
-        ``weight`` is a number, or one per sample in the shape of a row of slopes.
+        ``weight`` is a number, or one per sample, ``(..., n)``.
         """
 
     @abstractmethod
@@ -214,7 +211,7 @@ class _Classes(ClosedForm):
     ) -> Array:
         inputs, logits = self._logits(tensors, features)
         losses, class_slopes = cross_entropy(logits, labels)
-        class_slopes *= weight
+        class_slopes *= weight if isinstance(weight, float) else weight[..., None, :]
         slopes = transpose(class_slopes)
         write_layer_gradients(inputs, slopes, *gradients[-2:])
         if len(tensors) > 2:

@@ -12,10 +12,8 @@ import contextlib
 import hashlib
 import json
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ from scipy import optimize
 from aqg.data.datasets import chosen_directory, write_whole
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective
+from aqg.objectives.closed_form import ClosedForm
 
 CACHE_VARIABLE = "AQG_CACHE_DIR"
 """Environment variable that overrides the cache directory."""
@@ -68,7 +67,11 @@ def find_optimum(
         )
     if not clients:
         raise DataError("the minimum over 0 clients is undefined; at least 1 is needed")
-    stacks = list(_stacked(objective, clients))
+    assert isinstance(objective, ClosedForm), "what is convex has a gradient in closed form"
+    counts = [len(labels) for _, labels in clients]
+    weights = np.repeat([objective.sample_weight(count) / len(counts) for count in counts], counts)
+    features = np.concatenate([features for features, _ in clients], dtype=np.float64)
+    labels = np.concatenate([labels for _, labels in clients])
     best = Optimum(math.inf, math.inf, math.inf)
     best_params = np.zeros(objective.num_params)
     num_passes, first_bound = 0, math.inf
@@ -76,7 +79,9 @@ def find_optimum(
     def evaluate(params: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         nonlocal best, best_params, first_bound, num_passes
         num_passes += 1
-        value, gradient = _average(objective, stacks, params)
+        value, gradient = objective.weighted_losses_and_gradients(params, features, labels, weights)
+        value = float(value) + objective.l2 / 2 * float(params @ params)
+        gradient += objective.l2 * params
         norm = float(np.linalg.norm(gradient))
         if norm < best.gradient_norm:
             if not math.isfinite(best.error_bound):
@@ -113,41 +118,6 @@ def find_optimum(
         if best.error_bound > previous / 2:
             break
     return best
-
-
-_TOGETHER = 1 << 16
-"""Numbers of clients that are computed together: few enough to stay in a core's cache."""
-
-
-def _stacked(
-    objective: Objective, clients: Sequence[tuple[Array, Array]]
-) -> Iterator[tuple[NDArray[np.float64], NDArray[np.integer]]]:
-    """Yield features and labels: of small clients of one size together, with a leading axis."""
-    for shape, run in groupby(clients, key=lambda client: client[0].shape):
-        largest = max(objective.num_params, math.prod(shape))
-        count = _TOGETHER // largest if objective.stackable else 1
-        alike = list(run)
-        for start in range(0, len(alike), max(1, count)):
-            features, labels = zip(*alike[start : start + max(1, count)], strict=True)
-            stack = np.stack if len(labels) > 1 else operator.itemgetter(0)
-            yield np.asarray(stack(features), np.float64), np.asarray(stack(labels))
-
-
-def _average(
-    objective: Objective,
-    stacks: Sequence[tuple[NDArray[np.float64], NDArray[np.integer]]],
-    params: NDArray[np.float64],
-) -> tuple[float, NDArray[np.float64]]:
-    value, count = 0.0, 0
-    gradient = np.zeros_like(params)
-    for features, labels in stacks:
-        found = objective.losses_and_gradients(params, features, labels)
-        losses, gradients = np.atleast_1d(found[0]), np.atleast_2d(found[1])
-        for client_loss, client_gradient in zip(losses.tolist(), gradients, strict=True):
-            value += client_loss
-            gradient += client_gradient
-        count += len(losses)
-    return value / count, gradient / count
 
 
 def cached_optimum(

@@ -271,10 +271,10 @@ def find_minimum(
     from aqg.objectives.optimum import cached_optimum, find_optimum  # needs scipy
 
     def compute() -> Optimum:
-        clients = [(c.features.astype(np.float64, copy=False), c.labels) for c in problem.clients]
+        clients = problem.clients
         if config.weighting == "samples":  # weighted so, mean losses make that of all samples
             features, labels = zip(*clients, strict=True)
-            clients = [(np.concatenate(features), np.concatenate(labels))]
+            clients = (Samples(np.concatenate(features), np.concatenate(labels)),)
         return find_optimum(problem.objective, clients, progress=progress)
 
     return cached_optimum(minimum_key(config), compute).value
