@@ -1,16 +1,22 @@
 """Small problems that tests train on."""
 
+from dataclasses import replace
 from itertools import cycle, product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from aqg.core.recipes import RECIPES
+from aqg.core.downlink import Condensed, Exact
+from aqg.core.optimizers import Adam, Momentum
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.step_sizes import DistanceOverGradients
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 _FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]
 _FEW += ["lean", "onebit", "qsgd"]
@@ -46,6 +52,64 @@ def some_recipes(*beside):
 
 
 SOME_RECIPES = some_recipes()
+
+LOCAL = LocalTraining(batch_size=8, steps=5, rate=0.05)
+NATURAL = 0.05 * 5 / 6
+"""Of six clients that train so, the step of federated averaging."""
+AWAY = Dropout(absences=((1, 3, 14), (3, 8, 19)))
+LOST = Dropout(0.3, seed=8)
+
+
+class Setting(NamedTuple):
+    """How six clients of a `tiny_problem` train."""
+
+    training: Training = Training()
+    step: float = 0.05
+    dropout: Dropout | None = LOST
+
+
+SETTINGS = {
+    "paper": Setting(step=0.1, dropout=None),
+    "dropouts": Setting(dropout=replace(LOST, absences=AWAY.absences)),
+    "minibatch": Setting(Training(LocalTraining(batch_size=8))),
+    "steps": Setting(Training(LocalTraining(steps=3, rate=0.05))),
+    "minibatch steps": Setting(Training(LOCAL)),
+    "epochs": Setting(Training(LocalTraining(batch_size=8, epochs=2, rate=0.05))),
+    "weights": Setting(Training(weighting="samples")),
+    "sampling": Setting(Training(participation=0.5)),
+    "momentum": Setting(Training(optimizer=Momentum())),
+    "adam": Setting(Training(optimizer=Adam())),
+    "everything": Setting(  # momentum with stale and noisy directions wants short steps
+        Training(LOCAL, Momentum(), "samples", 0.5), 0.01
+    ),
+    "exact": Setting(Training(LOCAL, Momentum(0.5), participation=0.7, downlink=Exact())),
+    "exact, away": Setting(Training(downlink=Exact(), participation=0.5), dropout=AWAY),
+    "condensed": Setting(Training(LOCAL, Momentum(0.5), downlink=Condensed())),
+    "condensed, away": Setting(
+        Training(LocalTraining(), Adam(), "samples", 0.5, Condensed()), 0.02, AWAY
+    ),
+    "dog": Setting(Training(LOCAL, step=DistanceOverGradients()), NATURAL, None),
+    "dog, exact": Setting(
+        Training(LOCAL, Adam(), "samples", downlink=Exact(), step=DistanceOverGradients()), NATURAL
+    ),
+    "dog, condensed": Setting(
+        Training(LOCAL, participation=0.5, downlink=Condensed(), step=DistanceOverGradients()),
+        NATURAL,
+    ),
+}
+
+
+def in_setting(recipe, name, dtype="float64"):
+    """Return the arguments of both engines in a setting, and their options."""
+    training, step, dropout = SETTINGS[name]
+    problem = tiny_problem(dtype, num_clients=6, unequal=name != "paper")
+    return (problem, make_recipe(recipe, max_staleness=8), step, dropout, 4), {"training": training}
+
+
+def settings(*few):
+    """Cross some recipes with all settings, or with a few; others have one setting."""
+    others = [soak(name, "dropouts") for name in _OTHERS]
+    return crossed(_FEW, few) if few else crossed(_FEW, list(SETTINGS)) + others
 
 
 def tiny_problem(dtype="float64", num_clients=4, l2=0.1, unequal=False):

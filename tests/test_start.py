@@ -157,16 +157,6 @@ def test_zeros_cost_nothing():
     assert whole < half + 40
 
 
-def test_difference_to_what_is_held():
-    params, shapes = flat(make_mlp)
-    held = params + np.random.default_rng(0).normal(0, 1e-3, len(params)).astype(np.float32)
-    message = pack(params, shapes, "rounded", bits=4, held=held)
-    arrived = unpack(message, len(params), "float32", held)
-    assert np.abs(arrived - params).max() < 5e-4
-    with pytest.raises(WireError, match="not held here"):
-        unpack(message, len(params), "float32")
-
-
 def test_another_model_is_told_by_its_digest():
     params, shapes = flat(make_mlp)
     message = pack(params, shapes, "digest")
@@ -221,8 +211,6 @@ def test_bad_input_is_named():
             pack(*arguments)
     with pytest.raises(ConfigError, match="9 bits per parameter; there are 2 to 8"):
         pack(params, shapes, "rounded", bits=9)
-    with pytest.raises(ConfigError, match="cannot be sent as 'seed'"):
-        pack(params, shapes, "seed", held=params)
     with pytest.raises(WireError, match="has 7510 parameters; the one here has 3"):
         unpack(pack(params, shapes, "exact"), 3, "float32")
 

@@ -11,9 +11,9 @@
 The server starts from exactly what it sends. A message is::
 
     byte 0      0x66: a first model, version 1
-    byte 1      way: 0 seed, 1 digest, 2 rounded, 3 exact; 4 rounded, to be added to what is held
-    then        the number of parameters, a varint; where the way is 0, 2 or 4 also that of tensors
-                and the size of each
+    byte 1      way: 0 seed, 1 digest, 2 rounded, 3 exact
+    then        the number of parameters, a varint; where the way is 0 or 2 also that of tensors and
+                the size of each
     seed        the seed, a varint; per tensor its kind, a byte: 0 constant, 1 uniform, 2 normal,
                 plus 4 where a center other than zero follows; 8 exact, 9 rounded. Center and scale
                 have 4 bytes each (8 where the model has double precision), a constant no scale;
@@ -71,8 +71,8 @@ BITS = range(2, 9)
 BLOCK = 64
 
 MARK = 0x66
-_SEED, _DIGEST, _ROUNDED, _EXACT, _RELATIVE = range(5)
-_WITH_SIZES = (_SEED, _ROUNDED, _RELATIVE)
+_SEED, _DIGEST, _ROUNDED, _EXACT = range(4)
+_WITH_SIZES = (_SEED, _ROUNDED)
 _CENTERED, _EXACT_TENSOR, _ROUNDED_TENSOR = 4, 8, 9
 _FEW = 256
 """Fewer values do not tell a uniform from a normal distribution."""
@@ -98,13 +98,7 @@ class OtherModelError(WireError):
 
 
 def pack(
-    params: FloatArray,
-    shapes: Shapes,
-    way: str,
-    *,
-    seed: int = 0,
-    bits: int = ROUNDED_BITS,
-    held: FloatArray | None = None,
+    params: FloatArray, shapes: Shapes, way: str, *, seed: int = 0, bits: int = ROUNDED_BITS
 ) -> bytes:
     """Write a first model.
 
@@ -114,7 +108,6 @@ def pack(
         way: one of `WAYS`.
         seed: that tensors are drawn from.
         bits: per number that is rounded, 2 to 8.
-        held: what the reader has, where the difference to it is to be rounded.
 
     >>> shapes = (("weight", (30, 20)), ("bias", (30,)))
     >>> params = np.concatenate([np.random.default_rng(1).uniform(-0.2, 0.2, 600), np.zeros(30)])
@@ -127,10 +120,6 @@ def pack(
     if bits not in BITS:
         raise ConfigError(f"{bits} bits per parameter; there are {BITS.start} to {BITS.stop - 1}")
     code = WAYS.index(way)
-    if held is not None:
-        if code != _ROUNDED or held.shape != params.shape:
-            raise ConfigError(f"a difference of {held.shape} numbers cannot be sent as {way!r}")
-        code = _RELATIVE
     if code == _SEED:
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"seed {seed} is not in 0..{MAX_SEED}")
@@ -140,7 +129,7 @@ def pack(
     elif code == _EXACT:
         body = encode_vector(params, np.zeros_like(params))
     else:
-        body = _round(params if held is None else params - held, _sizes(shapes), bits)
+        body = _round(params, _sizes(shapes), bits)
     sizes = _sizes(shapes)
     if code in _WITH_SIZES:
         body = b"".join(map(write_varint, (len(sizes), *sizes))) + body
@@ -157,7 +146,7 @@ def unpack(
     """
     reader = Reader.of_sealed(data, "the first model", 3)
     mark, code = reader.byte("its mark"), reader.byte("its way")
-    if mark != MARK or code > _RELATIVE:
+    if mark != MARK or code > _EXACT:
         raise WireError(f"bytes {data[:2].hex()} do not begin a first model")
     count = reader.varint()
     if count != num_params:
@@ -170,19 +159,14 @@ def unpack(
         return exact
     if code == _SEED:
         return _read_tensors(reader, sizes, np.dtype(dtype))
-    values = _unround(reader, sizes)
-    if code == _RELATIVE:
-        if held is None or len(held) != count:
-            raise WireError("the first model is relative to weights that are not held here")
-        values = held + values
-    return values.astype(dtype)
+    return _unround(reader, sizes).astype(dtype)
 
 
 def settle(
-    params: FloatArray, shapes: Shapes, way: str, *, seed: int = 0, bits: int = ROUNDED_BITS
+    params: FloatArray, shapes: Shapes, way: str, *, seed: int = 0
 ) -> tuple[FloatArray, bytes]:
     """Return the model that a run starts from when this one travels so, and the message."""
-    message = pack(params, shapes, way, seed=seed, bits=bits)
+    message = pack(params, shapes, way, seed=seed)
     return unpack(message, len(params), params.dtype, params), message
 
 

@@ -7,14 +7,11 @@ GPU is in `tests/sim/test_engine.py`, where there is one.
 import numpy as np
 import pytest
 
-from aqg.core.optimizers import Momentum
 from aqg.core.recipes import make_recipe
-from aqg.runs.config import resolve
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import Dropout, Training
 
-from tests.problems import assert_same, some_recipes, tiny_problem
+from tests.problems import assert_same, in_setting, settings, tiny_problem
 
 torch = pytest.importorskip("torch")
 from aqg.contrib import cuda  # noqa: E402
@@ -71,15 +68,15 @@ def simulate(monkeypatch):
     return make
 
 
-AWAY = Dropout(0.05, seed=8, absences=((1, 3, 12), (3, 15, 22)))
-
-
-@pytest.mark.parametrize(("name", "dropout"), some_recipes(None, AWAY))
-def test_equals_the_plain_backend_bit_for_bit(name, dropout, simulate):
-    problem = tiny_problem(num_clients=6)
-    recipe = make_recipe(name, max_staleness=8)
-    found, expected, _ = simulate(problem, recipe, 0.1, dropout, 4)
+@pytest.mark.parametrize(
+    ("recipe", "setting"), settings("paper", "dropouts", "momentum", "dog", "dog, condensed")
+)
+def test_equals_the_plain_backend_bit_for_bit(recipe, setting, simulate):
+    (_, *others), options = in_setting(recipe, setting)
+    problem = tiny_problem(num_clients=6)  # clients of one size, whose rounds are recorded
+    found, expected, _ = simulate(problem, *others, **options)
     assert list(found.run_rounds(26)) == list(expected.run_rounds(26))
+    assert np.array_equal(found.averaged, expected.averaged)
     assert_same(found, expected)
 
 
@@ -93,15 +90,6 @@ def test_a_round_is_recorded_once(simulate):
     assert_same(found, expected)
 
 
-def test_steps_that_set_themselves_and_means(simulate):
-    training = Training(step=resolve({"step": "dog", "recipe": "lean"})[0].training().step)
-    problem, recipe = tiny_problem(num_clients=3), make_recipe("lean")
-    found, expected, _ = simulate(problem, recipe, 0.05, training=training)
-    assert list(found.run_rounds(25)) == list(expected.run_rounds(25))
-    assert np.array_equal(found.averaged, expected.averaged)
-    assert_same(found, expected)
-
-
 def test_going_back_to_a_state_forgets_what_was_foreseen(simulate):
     found, expected, _ = simulate(tiny_problem(num_clients=3), make_recipe("lean"), 0.05)
     state = expected.state()
@@ -109,15 +97,4 @@ def test_going_back_to_a_state_forgets_what_was_foreseen(simulate):
     list(found.run_rounds(18))
     found.restore(state)
     assert list(found.run_rounds(25)) == records
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.02])
-def test_momentum_and_amplified_sums(rate, simulate):
-    training = Training(optimizer=Momentum(0.5))
-    recipe = make_recipe("aqg-augmented" if rate else "lean")
-    dropout = Dropout(rate, seed=3) if rate else None
-    problem = tiny_problem(num_clients=4)
-    found, expected, _ = simulate(problem, recipe, 0.02, dropout, training=training)
-    assert list(found.run_rounds(30)) == list(expected.run_rounds(30))
     assert_same(found, expected)

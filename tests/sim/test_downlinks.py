@@ -4,81 +4,45 @@ from dataclasses import replace
 
 import pytest
 
-from aqg.core.downlink import Condensed, Exact, make_downlink
-from aqg.core.optimizers import make_optimizer
+from aqg.core.downlink import Condensed, Exact, Full, make_downlink
+from aqg.core.optimizers import Adam
 from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import Fixed
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
 
-from tests.problems import check_engines, check_torch, crossed, some_recipes, tiny_problem
+from tests.problems import in_setting, settings, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
-SETTINGS = {
-    "all take part": ({}, None),
-    "sampled, adam": (
-        {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
-        Dropout(absences=((1, 3, 15), (3, 9, 18))),
-    ),
-    "noisy, momentum": (
-        {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
-        Dropout(0.3, seed=8),
-    ),
-}
-FIRST = [
-    "sampled, adam",
-    *(pytest.param(s, marks=pytest.mark.soak) for s in ("all take part", "noisy, momentum")),
-]
 ROUNDS = 20
 
 
-def terms(name, setting, downlink, dtype="float64"):
-    problem = tiny_problem(num_clients=6, unequal=True)
-    initial = problem.initial_params.astype(dtype)
-    clients = tuple(
-        samples._replace(features=samples.features.astype(dtype)) for samples in problem.clients
-    )
-    problem = replace(problem, initial_params=initial, clients=clients)
-    options, dropout = SETTINGS[setting]
-    training = Training(downlink=make_downlink(downlink), **options)
-    step = 0.02 if "adam" in setting else 0.1
-    arguments = (problem, make_recipe(name, max_staleness=15), step, dropout, 4)
-    return arguments, {"training": training}
+@pytest.mark.parametrize(("recipe", "setting"), settings("exact", "exact, away", "dog, exact"))
+def test_exact_entries_make_the_model_of_full_downloads(recipe, setting):
+    for dtype in "float64", "float32":
+        arguments, options = in_setting(recipe, setting, dtype)
+        exact = FastSimulation(*arguments, **options)
+        full = FastSimulation(*arguments, training=replace(options["training"], downlink=Full()))
+        for _ in range(ROUNDS):
+            one, other = full.run_round(), exact.run_round()
+            assert sum(other.client_download_bytes) == other.download_bytes
+            no_downloads = {"download_bytes": 0, "client_download_bytes": ()}
+            assert other._replace(**no_downloads) == one._replace(**no_downloads)
+        assert exact.parameters.tobytes() == full.parameters.tobytes()
 
 
-def simulations(*setting):
-    arguments, options = terms(*setting)
-    return ReferenceSimulation(*arguments, **options), FastSimulation(*arguments, **options)
-
-
-@pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
-def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
-    arguments, options = terms(name, setting, downlink)
-    check_engines(*arguments, **options, rounds=ROUNDS)
-
-
-@pytest.mark.parametrize("setting", FIRST)
-@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
-def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
-    _, full = simulations(name, setting, "full", dtype)
-    _, exact = simulations(name, setting, "exact", dtype)
-    for _ in range(ROUNDS):
-        one, other = full.run_round(), exact.run_round()
-        assert sum(other.client_download_bytes) == other.download_bytes
-        no_downloads = {"download_bytes": 0, "client_download_bytes": ()}
-        assert other._replace(**no_downloads) == one._replace(**no_downloads)
-    assert exact.parameters.tobytes() == full.parameters.tobytes()
-
-
-def test_a_state_without_a_log_does_not_fit():
-    _, full = simulations("lean", "all take part", "full")
-    _, exact = simulations("lean", "all take part", "exact")
-    with pytest.raises(RunError, match="does not fit"):
-        exact.restore(full.state())
-    with pytest.raises(RunError, match="does not fit"):
-        full.restore(exact.state())
+@pytest.mark.parametrize(
+    "changes", [{"downlink": Full()}, {"step": Fixed()}, {"optimizer": Adam()}], ids=str
+)
+def test_a_state_of_other_terms_does_not_fit(changes):
+    arguments, options = in_setting("auto", "dog, condensed")
+    found = FastSimulation(*arguments, **options)
+    other = FastSimulation(*arguments, training=replace(options["training"], **changes))
+    for one, state in (found, other.state()), (other, found.state()):
+        with pytest.raises(RunError, match="does not fit"):
+            one.restore(state)
 
 
 def test_a_client_that_was_away_for_long_takes_a_snapshot():
@@ -98,17 +62,6 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot():
     fast = FastSimulation(*arguments, training=training)
     records = [fast.run_round(evaluate=False) for _ in range(151)]
     assert records[-1].download_bytes == record.download_bytes
-
-
-@pytest.mark.parametrize(
-    ("name", "downlink"), crossed(["lean", "auto", "qsgd"], ["condensed", "exact"])
-)
-def test_torch_publishes_the_same(name, downlink):
-    pytest.importorskip("torch")
-    problem = tiny_problem(num_clients=6, unequal=True)
-    training = Training(downlink=make_downlink(downlink), local=LOCAL)
-    arguments = (problem, make_recipe(name), 0.05, Dropout(0.3, seed=1), 4)
-    check_torch(*arguments, training=training, rounds=30, rel=1e-6)
 
 
 def test_bad_settings_are_named():

@@ -17,34 +17,39 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout
 
 from tests.problems import (
-    SOME_RECIPES,
     assert_same,
     check_engines,
     check_torch,
-    some_recipes,
+    in_setting,
+    settings,
     tiny_problem,
 )
 
-AWAY = ((1, 3, 14), (3, 8, 19))
+
+@pytest.mark.parametrize(("recipe", "setting"), settings())
+def test_equals_the_reference_bit_for_bit(recipe, setting):
+    arguments, options = in_setting(recipe, setting)
+    check_engines(*arguments, **options, rounds=20)
 
 
-@pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
-def test_equals_the_reference_bit_for_bit(name, loses):
-    problem = tiny_problem(num_clients=6, unequal=loses)
-    dropout = Dropout(0.3, seed=8, absences=AWAY) if loses else None
-    recipe = make_recipe(name, max_staleness=8)
-    check_engines(problem, recipe, 0.1, dropout, 4, rounds=24)
+@pytest.mark.parametrize(
+    ("recipe", "setting"),
+    settings("dropouts", "minibatch steps", "everything", "condensed", "dog, exact"),
+)
+def test_torch_takes_the_same_decisions(recipe, setting):
+    """The code that runs on a GPU, on torch's CPU device."""
+    pytest.importorskip("torch")
+    arguments, options = in_setting(recipe, setting)
+    check_torch(*arguments, **options, rounds=20)
 
 
-@pytest.mark.parametrize("device", ["torch:cpu", "cuda"])
-@pytest.mark.parametrize("name", SOME_RECIPES)
-def test_torch_takes_the_same_decisions(name, device):
-    """The code that runs on a GPU, on torch's CPU device as well."""
+@pytest.mark.parametrize(("recipe", "setting"), settings("paper", "condensed", "dog, exact"))
+def test_cuda_takes_the_same_decisions(recipe, setting):
     torch = pytest.importorskip("torch")
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    problem, dropout = tiny_problem(num_clients=6, unequal=True), Dropout(0.3, seed=1)
-    check_torch(problem, make_recipe(name), 0.05, dropout, 4, rounds=25, device=device)
+    arguments, options = in_setting(recipe, setting)
+    check_torch(*arguments, **options, rounds=60, device="cuda")
 
 
 TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])

@@ -23,22 +23,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.wire import decode
 
-from tests.problems import SOME_RECIPES, check_engines, check_torch, soak, tiny_problem
-
-FEATURES = {
-    "minibatch": Training(LocalTraining(batch_size=8)),
-    "steps": Training(LocalTraining(steps=3, rate=0.05)),
-    "minibatch steps": Training(LocalTraining(batch_size=8, steps=5, rate=0.05)),
-    "epochs": Training(LocalTraining(batch_size=8, epochs=2, rate=0.05)),
-    "weights": Training(weighting="samples"),
-    "sampling": Training(participation=0.5),
-    "momentum": Training(optimizer=Momentum()),
-    "adam": Training(optimizer=Adam()),
-    "everything": Training(
-        LocalTraining(batch_size=16, steps=4, rate=0.05), Momentum(), "samples", 0.5
-    ),
-}
-STEP_SIZES = {"everything": 0.01}  # momentum with stale and noisy directions wants less
+from tests.problems import SETTINGS, SOME_RECIPES, soak, tiny_problem
 
 
 def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **options):
@@ -47,27 +32,10 @@ def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **op
     return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [(n, f) for i, f in enumerate(FEATURES) for n in ("lean", ("gd", "qsgd", "onebit")[i % 3])],
-)
-def test_engine_equals_the_reference_bit_for_bit(name, feature):
-    problem, recipe = tiny_problem(num_clients=6, unequal=True), make_recipe(name, max_staleness=15)
-    dropout = Dropout(0.2, seed=8)
-    check_engines(problem, recipe, 0.05, dropout, 4, training=FEATURES[feature], rounds=15)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_torch_tensors_train_alike(feature):
-    pytest.importorskip("torch")
-    problem, recipe = tiny_problem(num_clients=6, unequal=True), make_recipe("lean")
-    check_torch(problem, recipe, 0.05, training=FEATURES[feature], rounds=12)
-
-
 @pytest.mark.parametrize("feature", ["minibatch", "sampling"])
 def test_the_seed_matters_where_there_is_chance(feature):
-    first = simulate(FastSimulation, "gd", FEATURES[feature], seed=1)
-    second = simulate(FastSimulation, "gd", FEATURES[feature], seed=2)
+    first = simulate(FastSimulation, "gd", SETTINGS[feature].training, seed=1)
+    second = simulate(FastSimulation, "gd", SETTINGS[feature].training, seed=2)
     for _ in range(3):
         first.run_round()
         second.run_round()
@@ -172,8 +140,8 @@ def test_adam_by_hand():
 
 @pytest.mark.parametrize("feature", ["momentum", "adam"])
 def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
-    optimizer = FEATURES[feature].optimizer
-    simulation = simulate(ReferenceSimulation, "gd", FEATURES[feature])
+    optimizer = SETTINGS[feature].training.optimizer
+    simulation = simulate(ReferenceSimulation, "gd", SETTINGS[feature].training)
     state = optimizer.init(21)
     for _ in range(3):
         before = simulation.parameters
@@ -189,7 +157,7 @@ def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
 def test_weights_by_hand(name):
     """Clients have 20, 27, .. 55 samples; each counts by its own in the sum and in the loss."""
     weights = np.array([20, 27, 34, 41, 48, 55]) / 37.5
-    simulation = simulate(ReferenceSimulation, name, FEATURES["weights"])
+    simulation = simulate(ReferenceSimulation, name, SETTINGS["weights"].training)
     problem, start = simulation.problem, simulation.parameters
     loss = simulation.loss()
     losses = [problem.objective.losses(start, *samples) for samples in problem.clients]
@@ -264,7 +232,7 @@ def test_without_memory_the_sampled_sum_estimates_the_full_one():
 )
 def test_lean_converges_with_every_feature(feature):
     """Of the way that gradient descent goes in the same setting, it lacks at most 0.2 %."""
-    options = {"training": FEATURES[feature], "step_size": STEP_SIZES.get(feature, 0.05)}
+    options = {"training": SETTINGS[feature].training, "step_size": SETTINGS[feature].step}
     exact = simulate(FastSimulation, "gd", **options)
     lean = simulate(FastSimulation, "lean", **options)
     start = exact.loss()
@@ -277,7 +245,7 @@ def test_lean_converges_with_every_feature(feature):
     assert lean_bytes < exact_bytes / 3
 
 
-SETTINGS = {
+OPTIONS = {
     "recipe": "lean",
     "partition": "dirichlet:0.5",
     "rounds": 6,
@@ -291,7 +259,7 @@ SETTINGS = {
 
 
 def test_settings_reach_the_simulation_and_survive_toml():
-    configs = resolve(SETTINGS)
+    configs = resolve(OPTIONS)
     assert resolve(tomllib.loads(to_toml(configs))) == configs
     assert configs[0].training() == Training(
         LocalTraining(batch_size=16, epochs=2, rate=0.05),
@@ -309,11 +277,11 @@ def test_settings_reach_the_simulation_and_survive_toml():
 
 
 def test_command_line_has_every_option(tmp_path, capsys):
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     assert run_app(["run", *flags, "--json", f"--out={tmp_path}/run"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["rounds"] == 6
     assert resolve(read_toml(tmp_path / "run" / "config.toml")) == resolve(
-        {**SETTINGS, "step": "auto"}
+        {**OPTIONS, "step": "auto"}
     )
     widths = [
         json.loads(line)["widths"]

@@ -92,63 +92,39 @@ def test_rotated_frames_take_a_bit_per_coordinate():
 
 INDICES = np.array([1, 3])
 HALVES = np.array([1, -1], np.float16)
+ONE, FOUR = np.ones(1, np.float32), np.ones(4, np.uint8)
+MANY = np.ones(300, np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("kind", "parts", "reason"),
     [
-        (lambda: HalfUpload(np.ones(2), 0), "values are float64 .*; they must be float16"),
-        (lambda: HalfUpload(HALVES, 101), "exponent 101 is outside -100..100"),
-        (lambda: HalfUpload(HALVES * np.float16("inf"), 0), "NaN or infinity"),
-        (lambda: SparseUpload(INDICES[:1], HALVES, 0, 5), "indices .*; they must be 2 int64"),
-        (lambda: SparseUpload(INDICES, HALVES, 0, 3), "indices 1..3 do not lie in 0..2"),
-        (lambda: SparseUpload(INDICES[::-1], HALVES, 0, 5), "do not increase"),
-        (lambda: SparseUpload(INDICES, HALVES * 0, 0, 5), "NaN, infinity or zero"),
-        (lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32)), "must be 2 float32"),
-        (
-            lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32), 100),
-            "must be 3 float32",
-        ),
-        (lambda: BlockUpload(np.ones(1, np.uint8), np.ones(1, np.float32), 0), "not 1..1048576"),
-        (
-            lambda: RotatedUpload(np.ones(4, np.uint8), np.ones(1, np.float32), 0, 3, 3),
-            "has 3 bits, not one of",
-        ),
-        (
-            lambda: RotatedUpload(np.full(4, 4, np.uint8), np.ones(1, np.float32), 0, 3, 2),
-            "code 4 is not of 2 bits",
-        ),
-        (lambda: BlockUpload(np.ones(3), np.ones(1, np.float32)), "levels are float64"),
-        (
-            lambda: BlockUpload(np.full(3, 255, np.uint8), np.ones(1, np.float32)),
-            "level 255 is above 254",
-        ),
-        (
-            lambda: BlockUpload(np.ones(3, np.uint8), np.full(1, 0.3, np.float32)),
-            "step 0.30.* of a block is not a bfloat16",
-        ),
-        (
-            lambda: RotatedUpload(np.ones(3, np.uint8), np.ones(1, np.float32), 0, 3),
-            "signs .*; they must be 4 uint8",
-        ),
-        (lambda: RotatedUpload(np.ones(4), np.ones(1), 0, 3), "signs are float64"),
-        (
-            lambda: RotatedUpload(np.ones(4, np.uint8), np.ones(1, np.float32), 1 << 32, 3),
-            "seed 4294967296",
-        ),
-        (
-            lambda: RotatedUpload(np.full(4, 2, np.uint8), np.ones(1, np.float32), 0, 3),
-            "code 2 is not of 1 bits",
-        ),
-        (
-            lambda: RotatedUpload(np.ones(4, np.uint8), -np.ones(1, np.float32), 0, 3),
-            "negative, NaN or infinite",
-        ),
+        (HalfUpload, (np.ones(2), 0), "values are float64 .*; they must be float16"),
+        (HalfUpload, (HALVES, 101), "exponent 101 is outside -100..100"),
+        (HalfUpload, (HALVES * np.float16("inf"), 0), "NaN or infinity"),
+        (SparseUpload, (INDICES[:1], HALVES, 0, 5), "indices .*; they must be 2 int64"),
+        (SparseUpload, (INDICES, HALVES, 0, 3), "indices 1..3 do not lie in 0..2"),
+        (SparseUpload, (INDICES[::-1], HALVES, 0, 5), "do not increase"),
+        (SparseUpload, (INDICES, HALVES * 0, 0, 5), "NaN, infinity or zero"),
+        (BlockUpload, (MANY, ONE), "must be 2 float32"),
+        (BlockUpload, (MANY, ONE, 100), "must be 3 float32"),
+        (BlockUpload, (FOUR, ONE, 0), "not 1..1048576"),
+        (BlockUpload, (np.ones(3), ONE), "levels are float64"),
+        (BlockUpload, (FOUR + np.uint8(254), ONE), "level 255 is above 254"),
+        (BlockUpload, (FOUR, ONE * np.float32(0.3)), "step 0.30.* of a block is not a bfloat16"),
+        (RotatedUpload, (FOUR, ONE, 0, 3, 3), "has 3 bits, not one of"),
+        (RotatedUpload, (FOUR * np.uint8(4), ONE, 0, 3, 2), "code 4 is not of 2 bits"),
+        (RotatedUpload, (FOUR * np.uint8(2), ONE, 0, 3), "code 2 is not of 1 bits"),
+        (RotatedUpload, (FOUR[:3], ONE, 0, 3), "signs .*; they must be 4 uint8"),
+        (RotatedUpload, (np.ones(4), ONE, 0, 3), "signs are float64"),
+        (RotatedUpload, (FOUR, np.ones(1), 0, 3), "scales are float64"),
+        (RotatedUpload, (FOUR, ONE, 1 << 32, 3), "seed 4294967296"),
+        (RotatedUpload, (FOUR, -ONE, 0, 3), "negative, NaN or infinite"),
     ],
 )
-def test_messages_check_their_parts(message, reason):
+def test_messages_check_their_parts(kind, parts, reason):
     with pytest.raises(MessageError, match=reason):
-        encode(message())
+        encode(kind(*parts))
 
 
 def framed(mode, length, payload):

@@ -285,10 +285,9 @@ def check_positive(alpha: float, smoothness: float) -> None:
 
 @dataclass(frozen=True)
 class LyapunovTrace:
-    """``V^k`` and ``f(θ^k) - f*`` for ``k = 1, 2, …``, both of the sum over clients."""
+    """``V^k`` for ``k = 1, 2, …``, of the sum over clients."""
 
     values: Float64Array
-    residuals: Float64Array
 
     @property
     def above_rounding(self) -> int:
@@ -336,22 +335,20 @@ def watch_run(
     """
     beta = step_weights(weights, alpha)
     steps: deque[float] = deque(maxlen=max(1, len(beta)))
-    values, residuals = [], []
+    values = []
     before = simulation.parameters.astype(np.float64)
     for number in range(1, num_rounds + 1):
         moved = sum(b * step for b, step in zip(beta, steps, strict=False))
         record = simulation.run_round()
         if record.loss is None or not np.isfinite(record.loss):
             break
-        residual = num_clients * (record.loss - minimum)
-        residuals.append(residual)
-        values.append(residual + moved)
+        values.append(num_clients * (record.loss - minimum) + moved)
         after = simulation.parameters.astype(np.float64)
         steps.appendleft(float(np.sum((after - before) ** 2)))
         before = after
         if report is not None:
             report(number)
-    return LyapunovTrace(np.array(values), np.array(residuals))
+    return LyapunovTrace(np.array(values))
 
 
 def fit_rate(values: Float64Array) -> float:

@@ -181,7 +181,7 @@ class Simulation(ABC):
         return SimulationState(
             model_in(copy, self.model),
             clients,
-            self.statistics.to_array(),
+            self.statistics.to_arrays(),
             None if self.log is None else self.log.state(),
             None if self.replies is None else self.replies.to_arrays(),
         )
@@ -198,6 +198,7 @@ class Simulation(ABC):
         return SimulationState(
             init_model(self.recipe, params, self.step),
             init_clients(self.recipe, len(params), problem.dtype, count),
+            self.statistics.to_arrays(),
             log=None
             if isinstance(self.step.downlink, Full)
             else LogState(np.ones(count, np.int64)),

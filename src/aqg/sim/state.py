@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.round import Clients
 from aqg.core.server import Model
-from aqg.core.types import Float64Array
 from aqg.errors import RunError
 from aqg.protocol.log import LogState
 
 _VARYING = (
-    *("model/history", "statistics", "late/frames", "late/lengths"),
+    *("model/history", "statistics/mean", "late/frames", "late/lengths"),
     *("log/entries", "log/entries/lengths", "log/snapshot"),
 )
-"""Arrays that are not of one length, or are checked elsewhere."""
-_OPTIONAL = ("clients/stages/", "model/step/", "log/", "late/")
+"""Arrays that are not of one length."""
+_OPTIONAL = ("clients/stages/", "model/step/", "statistics/", "log/", "late/")
 
 
 class SimulationState(NamedTuple):
@@ -28,8 +26,8 @@ class SimulationState(NamedTuple):
 
     model: Model  # the model and what moves it
     clients: Clients  # what the clients remember; their links are the server's as well, being equal
-    # of the model, as `RunStatistics.to_array` returns them; ``(0, 0)``: none
-    statistics: Float64Array = np.zeros((0, 0))
+    # of the model, as `RunStatistics.to_arrays` returns them; None: there are none to carry
+    statistics: Mapping[str, NDArray[Any]] | None = None
     # of the model, and who has read how much of it; None where clients receive models
     log: LogState | None = None
     # replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where time is not
@@ -58,7 +56,7 @@ def check_fits(state: SimulationState, expected: SimulationState) -> None:
     shapes = {name: array.shape for name, array in state.to_arrays().items()}
     for name, array in expected.to_arrays().items():
         found = shapes.pop(name, None)
-        if found != array.shape and (found is None or name not in _VARYING):
+        if found != array.shape and name not in _VARYING:
             raise RunError(
                 f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
             )

@@ -8,16 +8,18 @@ kept, and come with that of their statistics; losses are those of the model itse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.recipe import Recipe
-from aqg.core.types import Float64Array, IntArray
-from aqg.errors import GradientError, RunError
+from aqg.core.types import BoolArray, Float64Array, IntArray
+from aqg.errors import GradientError
 from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
 from aqg.sim.backends import Backend
@@ -58,19 +60,11 @@ class RunStatistics:
         """Return what goes with the mean of the models; None where nothing is shared."""
         return None
 
-    def to_array(self) -> Float64Array:
-        return np.zeros((0, 0))
+    def to_arrays(self) -> Mapping[str, NDArray[Any]] | None:
+        return None
 
-    def load(self, array: Float64Array) -> None:
-        if array.shape != self.to_array().shape:
-            raise RunError(
-                f"checkpoint has statistics of shape {array.shape}; the model needs "
-                f"{self.to_array().shape}"
-            )
-        self._load(array)
-
-    def _load(self, array: Float64Array) -> None:
-        """Go on from an array of the right shape."""
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Go on from what `to_arrays` returned."""
 
 
 def make_statistics(
@@ -89,6 +83,17 @@ def make_statistics(
     if layout.policy == "local":
         return _Local(problem)
     return _Averaged(problem, weights, fine=recipe.is_verbatim, average=training.step.average)
+
+
+class _Kept(NamedTuple):
+    """The fields of `SharedStatistics` that rounds change."""
+
+    buffers: Buffers
+    travels: BoolArray
+    moves: BoolArray
+    residual: Float64Array
+    mean: Float64Array | None
+    num_rounds: int
 
 
 class _Averaged(RunStatistics):
@@ -154,40 +159,12 @@ class _Averaged(RunStatistics):
         sent = sum(size for _, size in up)
         return StatisticsTraffic(sent, down * len(present), faults, up, down)
 
-    def to_array(self) -> Float64Array:
-        """Return values and counts, which of them travel, which move, and the residual, as rows.
+    def to_arrays(self) -> Mapping[str, NDArray[Any]]:
+        return to_arrays({name: getattr(self._shared, name) for name in _Kept._fields})
 
-        Where a mean is kept it is a fifth row, and of how many rounds, a sixth.
-        """
-        shared = self._shared
-        specs = (*self._layout.statistics, *self._layout.counters)
-        sizes = [spec.size for spec in specs]
-        residual = np.append(shared.residual, np.zeros(self._layout.num_counters))
-        rows = [
-            np.concatenate(shared.buffers),
-            np.repeat(shared.travels, sizes).astype(np.float64),
-            np.repeat(shared.moves, sizes).astype(np.float64),
-            residual,
-        ]
-        if shared.average:
-            rows += [np.concatenate(shared.averaged), np.full(len(residual), shared.num_rounds)]
-        return np.stack(rows)
-
-    def _load(self, array: Float64Array) -> None:
-        specs = (*self._layout.statistics, *self._layout.counters)
-        starts = np.cumsum([0, *(spec.size for spec in specs)])[:-1]
-        travels, moves = ([bool(row[s : s + 1].any()) for s in starts] for row in array[1:3])
-        num_values = self._layout.num_statistics
-        self._shared = self._shared._replace(
-            buffers=_split(array[0], num_values),
-            travels=np.array(travels, np.bool_),
-            moves=np.array(moves, np.bool_),
-            residual=_split(array[3], num_values).values,
-        )
-        if self._shared.average:
-            num_rounds = int(array[5, 0])
-            mean = _split(array[4], num_values).values if num_rounds else None
-            self._shared = self._shared._replace(mean=mean, num_rounds=num_rounds)
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        kept = from_arrays(_Kept, to_arrays(arrays))
+        self._shared = self._shared._replace(**kept._asdict())
         self._begin_round()
 
 
@@ -242,11 +219,12 @@ class _Local(RunStatistics):
         finally:
             self._measured = before
 
-    def to_array(self) -> Float64Array:
-        return np.array(self._rows, np.float64)
+    def to_arrays(self) -> Mapping[str, NDArray[Any]]:
+        return {"rows": self._rows.copy()}
 
-    def _load(self, array: Float64Array) -> None:
-        self._rows, self._trained = array.copy(), {}
+    def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        assert arrays is not None
+        self._rows, self._trained = arrays["rows"].copy(), {}
 
 
 def _split(row: Float64Array, num_values: int) -> Buffers:

@@ -40,23 +40,15 @@ class Known(NamedTuple):
     direction: NDArray[np.int8] | None = None
 
 
-def known(track: Track, client: int = 0) -> Known | None:
+def known(track: Track) -> Known | None:
     """Return what both ends hold of a client before a message; None where there is no mirror."""
     if not track.position.shape[1]:
         return None
-    return Known(track.position[client], track.direction[client])
+    return Known(track.position[0], track.direction[0])
 
 
-def encode(
-    message: Message,
-    *,
-    known: Known | None = None,
-    threads: int | None = None,
-    tries_context: bool = True,
-) -> bytes:
+def encode(message: Message, *, known: Known | None = None, threads: int | None = None) -> bytes:
     """Write ``message`` as one frame, in the mode that makes it shortest.
-
-    Without ``tries_context``, the context coder, which takes most of the time, is left out.
 
     A frame written with ``known`` may need the same ``known`` to be read: `decode` notices if it
     gets another.
@@ -79,7 +71,7 @@ def encode(
     hints = None
     if isinstance(message, Upload):
         hints = _hints(known, message.step, len(message))
-        mode, payload = encode_levels(message, hints, threads, tries_context)
+        mode, payload = encode_levels(message, hints, threads)
         head = _upload_head(mode, message)
     else:
         mode, payload = payloads.encode_values(message, threads)
@@ -208,14 +200,14 @@ def _decode_hints(
 
 
 def encode_levels(
-    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None, tries_context: bool = True
+    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = payloads.few_places(upload)
     if places is not None and payloads.is_best(places):
         return Mode.GAPS, payloads.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
-    if tries_context and len(upload) <= context.LONGEST:
+    if len(upload) <= context.LONGEST:
         bound = num_levels(upload.grid, upload.width)
         coded = context.encode(upload.levels, bound, hints=hints)
         if len(coded) < len(best):
