@@ -48,13 +48,7 @@ from aqg.studies.contest.tasks import (
     parse_target,
     parse_tasks,
 )
-from aqg.studies.paper.outcomes import (
-    RUN_DIRECTORY,
-    Results,
-    adopt_devices,
-    missing_from,
-    read_results,
-)
+from aqg.studies.paper import outcomes
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
 from aqg.studies.paper.tables import all_tables, keep_results
 
@@ -393,7 +387,7 @@ def reproduce(options: ReproduceOptions) -> int:
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        show_results(console, read_results(options.saved))
+        show_results(console, outcomes.read_results(options.saved))
         return 0
     scale = QUICK if options.quick else FULL
     name = "reproduce-quick" if options.quick else "reproduce"
@@ -401,7 +395,7 @@ def reproduce(options: ReproduceOptions) -> int:
     best = "cuda" if visible_gpus() else "cpu"
     plan = make_plan(scale, options.device or best, parse_sections(options.only))
     if options.missing is not None:
-        plan = missing_from(options.missing, plan)
+        plan = outcomes.missing_from(options.missing, plan)
     code = run_plan(
         console, plan, directory, Where(options.jobs, options.cluster, options.data_dir)
     )
@@ -411,9 +405,9 @@ def reproduce(options: ReproduceOptions) -> int:
 
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
-    runs = directory / RUN_DIRECTORY
+    runs = directory / outcomes.RUN_DIRECTORY
     with _lock(runs):
-        batch = Batch((planned.run for planned in adopt_devices(plan, directory)), runs)
+        batch = Batch((planned.run for planned in outcomes.adopt_devices(plan, directory)), runs)
         before, place = f"{batch.num_before} finished before", where.describe(len(batch.left))
         say(console, f"{len(plan)} runs, {before}, {place}, in {directory}")
         if not batch.left:
@@ -424,7 +418,7 @@ def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, wh
         return _report_failures(batch, len(plan), again)
 
 
-def show_results(console: Console, results: Results) -> None:
+def show_results(console: Console, results: outcomes.Results) -> None:
     widen(console, 200)
     for note in results.about["notes"]:
         say(console, f"Shortened: {note}", style="yellow")

@@ -23,7 +23,6 @@ from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.data import (
     Dataset,
-    PartitionRow,
     format_partition_table,
     load_dataset,
     parse_partition,
@@ -67,11 +66,9 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
             f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
             f"{problem.num_clients}; set clients to that"
         )
-    rows: list[PartitionRow] = [
-        {"client": client, "samples": len(samples.labels), "labels": []}
-        for client, samples in enumerate(problem.clients)
-    ]
-    return _held_out(config, _started(config, problem)), _table(rows)
+    sizes = [len(samples.labels) for samples in problem.clients]
+    rows = [{"client": client, "samples": size} for client, size in enumerate(sizes)]
+    return _held_out(config, _started(config, problem)), format_partition_table(rows) + "\n"
 
 
 def _held_out(config: RunConfig, problem: Problem) -> Problem:
@@ -246,12 +243,8 @@ def describe_clients(config: RunConfig, dataset: Dataset) -> str:
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
     rows = partition_table(dataset, parts)
     if config.partition == "natural":
-        rows = [{**row, "name": dataset.client_names[m]} for m, row in enumerate(rows)]
-    return _table(rows)
-
-
-def _table(rows: list[PartitionRow]) -> str:
-    return format_partition_table(rows).rstrip() + "\n"
+        rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
+    return format_partition_table(rows) + "\n"
 
 
 def find_minimum(
