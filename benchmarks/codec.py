@@ -106,8 +106,8 @@ def codecs() -> list[Codec]:
         Codec("aqg rANS", _encode_rans, _decode_rans),
         Codec(
             "aqg bit packing",
-            lambda s: pack(s.upload.levels, s.upload.width, threads=1).tobytes(),
-            lambda data, s: unpack(_array(data), s.upload.width, len(s.upload), threads=1),
+            lambda s: pack(s.upload.levels, s.upload.width).tobytes(),
+            lambda data, s: unpack(_array(data), s.upload.width, len(s.upload)),
         ),
         Codec(
             "NumPy bit packing",
@@ -283,12 +283,12 @@ def client_lines(lengths: list[int]) -> list[list[str]]:
         levels = quantize(gradient, Grid.MIDTREAD, 4, step)
 
         def everything(gradient: np.ndarray = gradient) -> object:
-            return pack(quantize(gradient, Grid.MIDTREAD, 4, statistics(gradient)), 4, threads=1)
+            return pack(quantize(gradient, Grid.MIDTREAD, 4, statistics(gradient)), 4)
 
         times = [
             best_time(statistics),
             best_time(lambda g=gradient, s=step: quantize(g, Grid.MIDTREAD, 4, s)),
-            best_time(lambda levels=levels: pack(levels, 4, threads=1)),
+            best_time(lambda levels=levels: pack(levels, 4)),
             best_time(everything),
         ]
         lines.append([f"{length}", f"{memcpy * 1e6:.1f}", *(f"{t / memcpy:.2f}" for t in times)])

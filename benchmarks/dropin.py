@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.lab.deployment import Deployment, DeploymentOptions
+from tests.lab.deployment import Deployment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,8 +71,8 @@ def main() -> None:
 def deployed(**options: Any) -> Iterator[Deployment]:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["AQG_STATE_DIR"] = f"{directory}/state"
-        settings = DeploymentOptions(preload=PRELOAD, **options)
-        with Deployment(Path(directory) / "deployment", settings) as deployment:
+        path = Path(directory) / "deployment"
+        with Deployment(path, preload=PRELOAD, **options) as deployment:
             deployment.start()
             yield deployment
 

@@ -38,7 +38,7 @@ from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
-from tests.lab.deployment import Deployment, DeploymentOptions
+from tests.lab.deployment import Deployment
 from tests.lab.watch import APP, PRELOAD
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def deployed(**options: Any) -> Iterator[Deployment]:
     """Start a deployment in a directory that goes with it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        with Deployment(path / "deployment", DeploymentOptions(**options)) as deployment:
+        with Deployment(path / "deployment", **options) as deployment:
             deployment.start()
             yield deployment
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aqg.core.auto import STEP
 from aqg.runs.config import resolve
 from aqg.runs.cost import Meter
 from aqg.runs.setup import build_problem, make_simulation
@@ -63,7 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedBuff, step and mean of auto": {
         "recipe": "fedavg",
         "buffer_size": BUFFER,
-        "step": "dog:average=8:first=0.2:widest=8",
+        "step": STEP,
     },
     "auto, waits for all": {"recipe": "auto", "step": "auto"},
     "FedAvg, waits for all": {"recipe": "fedavg", "step": "fixed"},

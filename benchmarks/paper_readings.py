@@ -28,7 +28,7 @@ from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import BernoulliDropout
+from aqg.sim.training import Dropout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def rounds(
     policy: Policy,
     grid: Grid,
     amplified: str,
-    dropout: BernoulliDropout,
+    dropout: Dropout,
     count: int,
 ) -> Iterator[Round]:
     """Run Algorithm 1, or 2 where something is amplified: ``"sum"``, ``"uploads"`` or ``""``."""
@@ -125,7 +125,7 @@ def run(
     problem = build_problem(config, given.data_dir)
     minimum = find_minimum(config, problem)
     assert minimum is not None
-    dropout = BernoulliDropout(rate, config.seed)
+    dropout = Dropout(rate, config.seed)
     records = list(rounds(problem, RULES[rule], GRIDS[grid], amplified, dropout, given.rounds))
     losses = np.array([record.loss for record in records])
     outside = np.flatnonzero(~(losses - minimum <= given.residual))
@@ -189,7 +189,7 @@ def check(given: argparse.Namespace) -> None:
     problem = build_problem(config)
     for rule, amplified, rate in (("laq", "", 0.0), ("aqg", "", 0.3), ("aqg-2", "sum", 0.3)):
         for grid in GRIDS.values():
-            dropout = BernoulliDropout(rate, 1)
+            dropout = Dropout(rate, 1)
             recipe = replace(
                 make_recipe("aqg-augmented" if amplified else rule, BITS, STALENESS),
                 quantizer=GridQuantizer(grid, BITS),

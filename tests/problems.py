@@ -7,7 +7,10 @@ import pytest
 
 from aqg.core.recipes import RECIPES
 from aqg.objectives import make_objective
+from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.state import SimulationState
 
 _FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]
 _FEW += ["lean", "onebit", "qsgd"]
@@ -60,11 +63,49 @@ def tiny_problem(dtype="float64", num_clients=4, l2=0.1, unequal=False):
     return Problem(objective, tuple(clients), initial, test=clients[0])
 
 
+def check_engines(*arguments, rounds, **options):
+    """Both engines do the same, to the last bit, and so do those that go on from the other's state.
+
+    Two clients are in a block, so that a round takes several.
+    """
+    size = {"block_bytes": 2 * arguments[0].initial_params.nbytes}
+    reference, restored = (ReferenceSimulation(*arguments, **options) for _ in range(2))
+    fast, resumed = (FastSimulation(*arguments, **options, **size) for _ in range(2))
+    stop = 2 * rounds // 3
+    for number in range(rounds):
+        if number == stop:
+            resumed.restore(SimulationState.from_arrays(reference.state().to_arrays()))
+            restored.restore(SimulationState.from_arrays(fast.state().to_arrays()))
+        expected = reference.run_round()
+        for one in (fast, resumed, restored) if number >= stop else (fast,):
+            assert one.run_round() == expected
+    for one in fast, resumed, restored:
+        assert_same(one, reference)
+    return reference, fast
+
+
+def check_torch(*arguments, rounds, device="torch:cpu", rel=1e-9, **options):
+    """Tensors of torch take the same decisions as arrays of NumPy, to almost the same model."""
+    arrays = FastSimulation(*arguments, **options)
+    tensors = FastSimulation(*arguments, device=device, **options)
+    for _ in range(rounds):
+        expected, found = arrays.run_round(), tensors.run_round()
+        assert found.widths == expected.widths
+        assert found.download_bytes == pytest.approx(expected.download_bytes, rel=0.02)
+    assert tensors.parameters == pytest.approx(arrays.parameters, rel=rel, abs=rel)
+    tensors.restore(arrays.state())
+    assert_same_state(tensors, arrays)
+
+
 def assert_same(one, other, rounds=0):
     """Both do the same in so many rounds, and come to the same state, to the last bit."""
     for _ in range(rounds):
         assert one.run_round() == other.run_round()
     assert one.loss() == other.loss()
+    assert_same_state(one, other)
+
+
+def assert_same_state(one, other):
     expected = other.state().to_arrays()
     for key, value in one.state().to_arrays().items():
         assert np.array_equal(value, expected[key]), key

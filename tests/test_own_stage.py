@@ -10,10 +10,9 @@ from aqg import make_recipe
 from aqg.cli.app import run_app
 from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
-from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout
+from aqg.sim.training import Dropout
 
-from tests.problems import assert_same, tiny_problem
+from tests.problems import check_engines, check_torch, tiny_problem
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "own-recipe.md"
 
@@ -34,27 +33,16 @@ def recipe(code):
     return make_recipe("clipped:factor=0.9")
 
 
-ARGUMENTS = {"dropout": BernoulliDropout(0.3, seed=2), "seed": 3}
+ARGUMENTS = {"dropout": Dropout(0.3, seed=2), "seed": 3}
 TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_reference_engine_and_resume(recipe, dtype):
     problem = tiny_problem(dtype, num_clients=5, unequal=True)
-    reference, fast, resumed = (
-        kind(problem, recipe, 0.05, training=TRAINING, **ARGUMENTS)
-        for kind in (ReferenceSimulation, FastSimulation, FastSimulation)
-    )
-    for number in range(30):
-        if number == 12:
-            resumed.restore(SimulationState.from_arrays(reference.state().to_arrays()))
-        record = reference.run_round()
-        assert fast.run_round() == record
-        if number >= 12:
-            assert resumed.run_round() == record
-    assert reference.state().to_arrays()["stage/clip/usual"].all()
-    assert_same(fast, reference)
-    assert_same(resumed, reference)
+    options = {"training": TRAINING, **ARGUMENTS}
+    reference, fast = check_engines(problem, recipe, 0.05, **options, rounds=30)
+    assert reference.state().to_arrays()["clients/stages/clip/usual"].all()
     plain = FastSimulation(problem, make_recipe("lean"), 0.05, training=TRAINING, **ARGUMENTS)
     for _ in range(30):
         plain.run_round()
@@ -64,13 +52,7 @@ def test_reference_engine_and_resume(recipe, dtype):
 def test_torch(recipe):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=5, unequal=True)
-    fast = FastSimulation(problem, recipe, 0.05, training=TRAINING, **ARGUMENTS)
-    other = FastSimulation(
-        problem, recipe, 0.05, training=TRAINING, device="torch:cpu", **ARGUMENTS
-    )
-    for _ in range(20):
-        assert other.run_round().widths == fast.run_round().widths
-    assert other.parameters == pytest.approx(fast.parameters, rel=1e-9)
+    check_torch(problem, recipe, 0.05, training=TRAINING, **ARGUMENTS, rounds=20)
 
 
 def test_command_line_and_resume(code, tmp_path, monkeypatch):
@@ -107,7 +89,7 @@ def test_flower(recipe, tmp_path):
     pytest.importorskip("flwr")
     from aqg.flower import make_client_app
 
-    from tests.flower.test_apps import ALPHA, PROBLEM, Federation, task_of
+    from tests.flower.federation import ALPHA, PROBLEM, Federation, task_of
 
     federation = Federation(tmp_path, rounds=8)
     federation.grid.client_app = make_client_app(task_of, recipe=recipe)

@@ -17,7 +17,6 @@ is sent the whole model.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import shutil
@@ -34,23 +33,21 @@ from nvflare.apis.shareable import Shareable, make_copy
 from nvflare.job_config.defs import FilterType
 
 from aqg import __version__
-from aqg.channel.client import CopyStore, OutOfReachError, OwnTensors, receive, reply_to
+from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
 from aqg.channel.server import Channel
 from aqg.channel.settings import make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.digests import DIGEST_BYTES
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol.store import DirectoryVault
 from aqg.weights import read_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from nvflare.apis.fl_context import FLContext
 
     from aqg.channel.client import Held
     from aqg.channel.server import Phase
     from aqg.channel.tensors import Tensor, Values
-    from aqg.protocol.messages import Order
 
 _PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
 """What data in place of a model hold: the frame; what kind of data it was; and where the model is
@@ -363,7 +360,7 @@ class _Client:
         return DXO(DataKind.APP_DEFINED, {_PART: part, _KIND: dxo.data_kind}, dict(dxo.meta))
 
 
-class _Memory:
+class _Memory(Memory):
     """A client's memory in the job's folder, which a new process of the job finds again."""
 
     def __init__(self, folder: Path) -> None:
@@ -371,27 +368,11 @@ class _Memory:
         self._note = folder / "held"
         self._types = folder / "torch.json"
 
-    def terms(self) -> Iterator[Order]:
-        """Return the terms of the model that is held."""
-        for found in self._folder.glob("*/state.json"):
-            terms = self.copies(found.parent.name).terms()
-            if terms is not None:
-                yield terms
+    def runs(self) -> list[str]:
+        return [file.parent.name for file in self._folder.glob("*/state.json")]
 
-    def copies(self, run: str) -> CopyStore:
-        """Return the place for the copy of a model."""
-        return CopyStore(DirectoryVault(self._folder / run), run)
-
-    def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
-        """Return the place for the mirror of the updates to some of its tensors."""
-        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
-        key = f"{run}-{choice.hexdigest()}"
-        return ClientStore(DirectoryVault(self._folder / key), key)
-
-    def own(self, run: str) -> OwnTensors:
-        """Return the place for tensors that the site keeps to itself."""
-        key = f"{run}-own"
-        return OwnTensors(DirectoryVault(self._folder / key), key)
+    def vault(self, run: str, name: str) -> DirectoryVault:  # noqa: ARG002
+        return DirectoryVault(self._folder / name)
 
     def held(self) -> str:
         """Return the run and the version of the model that is held; empty where there is none."""

@@ -115,6 +115,9 @@ class CommonSettings:
     downlink: str = setting("auto",
         "How clients receive the model: whole, or what changed of it.", TRAINING,
         metavar="auto|full|exact|condensed")
+    memory: str = setting("model",
+        "What clients hold between rounds: the model, and what their recipe keeps; or nothing, "
+        "like phones that appear once.", TRAINING, ("model", "none"))
     eval_every: int = setting(1, "Compute the loss in every so many rounds.", TARGET, FROM_1)
 
 
@@ -139,9 +142,6 @@ class RunSettings(CommonSettings):
         "How clients get the first model: fresh tensors drawn from the seed, known by its digest, "
         "rounded, or exact.", PROBLEM, ("auto", "seed", "digest", "rounded", "exact"),
         shown="`seed`; with `init`, `exact`")
-    memory: str = setting("model",
-        "What clients hold between rounds: the model, and what their recipe keeps; or nothing, "
-        "like phones that appear once.", PROBLEM, ("model", "none"))
     clients: int = setting(..., "How many clients.", PROBLEM, FROM_1, shown="the dataset's")
     samples: int | None = setting(None, "Use so many training samples only.", PROBLEM, FROM_1)
     l2: float = setting(0.01, "Weight of the regularizer.", PROBLEM, FROM_0)
@@ -189,7 +189,7 @@ class RunSettings(CommonSettings):
     validation: float = setting(0.0,
         "Share of its samples that every client holds out for targets.", TARGET, BELOW_1)
     absences: tuple[tuple[int, int, int], ...] = setting((),
-        "Scripted dropouts: lists of client, first round and first round back.")
+        "Scripted dropouts: lists of client, first and last round away.")
     plugins: tuple[str, ...] = setting((), "Python files that register recipes.")
     perturbation: int = setting(0,
         "Change the last bit of the data at random; 0: leave it.", bound=FROM_0)

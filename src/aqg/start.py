@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -45,8 +44,16 @@ import numpy as np
 from aqg.errors import ConfigError, WireError
 from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
 from aqg.protocol.digests import DIGEST_BYTES, start_digest
-from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.sections import (
+    BYTES,
+    Alphabet,
+    Plane,
+    decode_planes,
+    encode_planes,
+    join_bytes,
+    split_bytes,
+)
+from aqg.wire.varint import Reader, seal, write_part, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
 
 if TYPE_CHECKING:
@@ -64,7 +71,6 @@ BITS = range(2, 9)
 BLOCK = 64
 
 MARK = 0x66
-_CRC_BYTES = 4
 _SEED, _DIGEST, _ROUNDED, _EXACT, _RELATIVE = range(5)
 _WITH_SIZES = (_SEED, _ROUNDED, _RELATIVE)
 _CENTERED, _EXACT_TENSOR, _ROUNDED_TENSOR = 4, 8, 9
@@ -138,8 +144,7 @@ def pack(
     sizes = _sizes(shapes)
     if code in _WITH_SIZES:
         body = b"".join(map(write_varint, (len(sizes), *sizes))) + body
-    message = bytes([MARK, code]) + write_varint(len(params)) + body
-    return message + struct.pack("<I", zlib.crc32(message))
+    return seal(bytes([MARK, code]) + write_varint(len(params)) + body)
 
 
 def unpack(
@@ -150,30 +155,22 @@ def unpack(
     Raises `OtherModelError` where it is the digest of a model that is not ``held``, and `WireError`
     on bytes that are damaged or of a model of another size.
     """
-    frame = np.frombuffer(data, np.uint8)
-    if len(frame) < 3 + _CRC_BYTES:
-        raise WireError(f"a first model has at least {3 + _CRC_BYTES} bytes, not {len(frame)}")
-    body = frame[:-_CRC_BYTES]
-    if zlib.crc32(body.data) != int.from_bytes(frame[-_CRC_BYTES:].tobytes(), "little"):
-        raise WireError("the checksum of the first model is wrong: it is damaged")
-    code = int(body[1])
-    if int(body[0]) != MARK or code > _RELATIVE:
-        raise WireError(f"bytes {body[:2].tobytes().hex()} do not begin a first model")
-    count, position = read_varint(body, 2)
+    reader = Reader.of_sealed(data, "the first model", 3)
+    mark, code = reader.byte("its mark"), reader.byte("its way")
+    if mark != MARK or code > _RELATIVE:
+        raise WireError(f"bytes {data[:2].hex()} do not begin a first model")
+    count = reader.varint()
     if count != num_params:
         raise WireError(f"the first model has {count} parameters; the one here has {num_params}")
-    sizes: list[int] = []
-    if code in _WITH_SIZES:
-        sizes, position = _read_sizes(body, position, count)
-    body = body[position:]
+    sizes = _read_sizes(reader, count) if code in _WITH_SIZES else []
     if code == _DIGEST:
-        return _compared(body.tobytes(), held)
+        return _compared(reader.rest().tobytes(), held)
     if code == _EXACT:
-        exact: FloatArray = decode_vector(body, np.zeros(count, dtype))
+        exact: FloatArray = decode_vector(reader.rest(), np.zeros(count, dtype))
         return exact
     if code == _SEED:
-        return _read_tensors(body, sizes, np.dtype(dtype))
-    values = _unround(body, sizes)
+        return _read_tensors(reader, sizes, np.dtype(dtype))
+    values = _unround(reader, sizes)
     if code == _RELATIVE:
         if held is None or len(held) != count:
             raise WireError("the first model is relative to weights that are not held here")
@@ -307,17 +304,14 @@ def _sizes(shapes: Shapes) -> list[int]:
     return [math.prod(shape) for _, shape in shapes]
 
 
-def _read_sizes(body: NDArray[np.uint8], position: int, count: int) -> tuple[list[int], int]:
-    number, position = read_varint(body, position)
-    if number > len(body) - position:
-        raise WireError(f"{number} tensors are claimed where {len(body) - position} bytes are left")
-    sizes = []
-    for _ in range(number):
-        size, position = read_varint(body, position)
-        sizes.append(size)
+def _read_sizes(reader: Reader, count: int) -> list[int]:
+    number = reader.varint()
+    if number > reader.left:
+        raise WireError(f"{number} tensors are claimed where {reader.left} bytes are left")
+    sizes = [reader.varint() for _ in range(number)]
     if sum(sizes) != count:
         raise WireError(f"the tensors have {sum(sizes)} of {count} parameters")
-    return sizes, position
+    return sizes
 
 
 def _check(params: FloatArray, shapes: Shapes) -> None:
@@ -349,8 +343,7 @@ def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[by
                 if is_short
                 else _round(own, [len(own)], bits)
             )
-            yield bytes([_EXACT_TENSOR if is_short else _ROUNDED_TENSOR])
-            yield write_varint(len(payload)) + payload
+            yield bytes([_EXACT_TENSOR if is_short else _ROUNDED_TENSOR]) + write_part(payload)
             continue
         has_center = law.center != 0 or math.copysign(1, law.center) < 0
         yield bytes([law.kind + _CENTERED * has_center])
@@ -358,33 +351,24 @@ def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[by
         yield b"" if law.kind == CONSTANT else struct.pack(number, law.scale)
 
 
-def _read_tensors(body: NDArray[np.uint8], sizes: list[int], dtype: np.dtype[Any]) -> FloatArray:
-    seed, position = read_varint(body, 0)
-    number, num_bytes = ("<d", 8) if dtype == np.float64 else ("<f", 4)
-    vector, start = np.empty(sum(sizes), dtype), 0
+def _read_tensors(reader: Reader, sizes: list[int], dtype: np.dtype[Any]) -> FloatArray:
+    seed, vector, start = reader.varint(), np.empty(sum(sizes), dtype), 0
 
     def read_number() -> float:
-        nonlocal position
-        if position + num_bytes > len(body):
-            raise WireError(f"the first model ends at byte {len(body)}, inside a number")
-        (value,) = struct.unpack(number, body[position : position + num_bytes].tobytes())
-        position += num_bytes
+        value = float(reader.array(1, dtype.newbyteorder("<").str, "a number")[0])
         if not math.isfinite(value):
             raise WireError(f"a law of the first model has the number {value}")
-        return float(value)
+        return value
 
     for stream, count in enumerate(sizes):
-        if position >= len(body):
-            raise WireError(f"the first model ends before tensor {stream}")
-        kind, position = int(body[position]), position + 1
+        kind = reader.byte(f"tensor {stream}")
         part = vector[start : start + count]
         start += count
-        if kind in (_EXACT_TENSOR, _ROUNDED_TENSOR):
-            payload, position = _piece(body, position)
-            if kind == _EXACT_TENSOR:
-                part[:] = decode_vector(payload, np.zeros(count, dtype))
-            else:
-                part[:] = _unround(payload, [count])
+        if kind == _EXACT_TENSOR:
+            part[:] = decode_vector(reader.part("a tensor"), np.zeros(count, dtype))
+            continue
+        if kind == _ROUNDED_TENSOR:
+            part[:] = _unround(Reader(reader.part("a tensor")), [count])
             continue
         if kind & ~_CENTERED > NORMAL:
             raise WireError(f"tensor {stream} is of kind {kind}, which there is not")
@@ -392,8 +376,7 @@ def _read_tensors(body: NDArray[np.uint8], sizes: list[int], dtype: np.dtype[Any
         kind &= ~_CENTERED
         scale = 0.0 if kind == CONSTANT else read_number()
         part[:] = draw(Law(kind, center, scale), count, seed, stream)
-    if position != len(body):
-        raise WireError(f"{len(body) - position} bytes follow the first model")
+    reader.finish("the first model")
     return vector
 
 
@@ -428,18 +411,16 @@ def _round(params: FloatArray, sizes: list[int], bits: int) -> bytes:
     top = (1 << bits - 1) - 1
     nonzero = scales > 0
     levels = np.rint(values[nonzero] / scales[nonzero] * top) + top
-    planes = [Plane((codes >> np.uint16(8 * k)).astype(np.uint8), BYTES) for k in (0, 1)]
-    payloads = [encode_planes([plane], None) for plane in planes]
-    payloads.append(encode_planes([Plane(levels.astype(np.uint8), _alphabet(bits))], None))
-    return head + b"".join(write_varint(len(payload)) + payload for payload in payloads)
+    planes = split_bytes(codes, [BYTES] * 2)
+    planes.append(Plane(levels.astype(np.uint8), _alphabet(bits)))
+    return head + b"".join(write_part(encode_planes([plane])) for plane in planes)
 
 
-def _unround(body: NDArray[np.uint8], sizes: list[int]) -> Float64Array:
-    position = 1 + -(-len(sizes) // 8)
-    if len(body) < position or int(body[0]) not in BITS:
-        raise WireError(f"a rounded model begins with bytes {body[:1].tobytes().hex()!r}")
-    bits = int(body[0])
-    flags = np.unpackbits(body[1:position])
+def _unround(reader: Reader, sizes: list[int]) -> Float64Array:
+    bits = reader.byte("the bits of its numbers")
+    if bits not in BITS:
+        raise WireError(f"numbers are rounded to {bits} bits, not {BITS.start} to {BITS.stop - 1}")
+    flags = np.unpackbits(reader.take(-(-len(sizes) // 8), "the flags of its tensors"))
     is_used = flags[: len(sizes)].astype(np.bool_)
     if flags[len(sizes) :].any():
         raise WireError("the rounded model has tensors that this one does not have")
@@ -447,23 +428,19 @@ def _unround(body: NDArray[np.uint8], sizes: list[int]) -> Float64Array:
     starts = _blocks([size for size, used in zip(sizes, is_used, strict=True) if used])
     if len(starts):
         place = np.repeat(is_used, sizes)
-        codes = np.zeros(len(starts), np.uint16)
-        for k in (0, 1):
-            payload, position = _piece(body, position)
-            (plane,) = decode_planes(payload, [BYTES], len(starts), None)
-            codes |= plane.astype(np.uint16) << np.uint16(8 * k)
+        parts = [reader.part("a list of scales") for _ in range(2)]
+        planes = [decode_planes(part, [BYTES], len(starts))[0] for part in parts]
+        codes = join_bytes(planes, np.uint16)
         if (codes >= 0x7F80).any() or not codes.any():
             raise WireError("the scales of the rounded model are not numbers above zero")
         scales = np.repeat(_from_codes(codes), np.diff(starts, append=int(place.sum())))
         place[place] = scales > 0
-        payload, position = _piece(body, position)
-        top = (1 << bits - 1) - 1
-        (levels,) = decode_planes(payload, [_alphabet(bits)], int(place.sum()), None)
+        top, part = (1 << bits - 1) - 1, reader.part("a list of numbers")
+        (levels,) = decode_planes(part, [_alphabet(bits)], int(place.sum()))
         if int(levels.max()) > 2 * top:
             raise WireError(f"a level is {int(levels.max())}; {2 * top} is the last")
         values[place] = (levels.astype(np.float64) - top) / top * scales[scales > 0]
-    if position != len(body):
-        raise WireError(f"{len(body) - position} bytes follow the rounded model")
+    reader.finish("the rounded model")
     return values
 
 
@@ -484,10 +461,3 @@ def _round_up(scales: Float64Array) -> NDArray[np.uint16]:
 
 def _from_codes(codes: NDArray[np.uint16]) -> Float64Array:
     return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-
-
-def _piece(body: NDArray[np.uint8], position: int) -> tuple[NDArray[np.uint8], int]:
-    size, position = read_varint(body, position)
-    if size > len(body) - position:
-        raise WireError(f"a part claims {size} bytes where {len(body) - position} are left")
-    return body[position : position + size], position + size

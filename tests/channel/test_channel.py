@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.channel.client import CopyStore, OutOfReachError, receive, reply_to
+from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
 from aqg.channel.server import Channel, LostError
 from aqg.channel.settings import Settings, make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.follower import CONTENT_EVERY
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
-from aqg.protocol.store import ClientStore, MemoryVault
+from aqg.protocol.store import MemoryVault
 from aqg.wire.entry import MERGED_MARK
 
 from tests.problems import SOME_RECIPES
@@ -28,22 +28,17 @@ FIRST = {
 }
 
 
-class Notes:
+class Notes(Memory):
     """A client's memory, in the process."""
 
     def __init__(self):
         self.vaults = {}
 
-    def terms(self):
-        found = [self.copies(run).terms() for run in list(self.vaults) if "-" not in run]
-        return [terms for terms in found if terms is not None]
+    def runs(self):
+        return [run for run in self.vaults if "-" not in run]
 
-    def copies(self, run):
-        return CopyStore(self.vaults.setdefault(run, MemoryVault()), run)
-
-    def mirrors(self, run, fingerprint, layout):
-        key = f"{run}-{fingerprint.hex()}-{layout.hex()}"
-        return ClientStore(self.vaults.setdefault(key, MemoryVault()), key)
+    def vault(self, run, name):
+        return self.vaults.setdefault(name, MemoryVault())
 
 
 def train(values, rate=0.5, **changes):

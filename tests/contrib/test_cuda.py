@@ -12,7 +12,7 @@ from aqg.core.recipes import make_recipe
 from aqg.runs.config import resolve
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout, Training
+from aqg.sim.training import Dropout, Training
 
 from tests.problems import assert_same, some_recipes, tiny_problem
 
@@ -71,7 +71,7 @@ def simulate(monkeypatch):
     return make
 
 
-AWAY = ScriptedDropout((Absence(1, 3, 12), Absence(3, 15, 22)), BernoulliDropout(0.05, seed=8))
+AWAY = Dropout(0.05, seed=8, absences=((1, 3, 12), (3, 15, 22)))
 
 
 @pytest.mark.parametrize(("name", "dropout"), some_recipes(None, AWAY))
@@ -116,7 +116,7 @@ def test_going_back_to_a_state_forgets_what_was_foreseen(simulate):
 def test_momentum_and_amplified_sums(rate, simulate):
     training = Training(optimizer=Momentum(0.5))
     recipe = make_recipe("aqg-augmented" if rate else "lean")
-    dropout = BernoulliDropout(rate, seed=3) if rate else None
+    dropout = Dropout(rate, seed=3) if rate else None
     problem = tiny_problem(num_clients=4)
     found, expected, _ = simulate(problem, recipe, 0.02, dropout, training=training)
     assert list(found.run_rounds(30)) == list(expected.run_rounds(30))

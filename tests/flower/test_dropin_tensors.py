@@ -11,7 +11,7 @@ from aqg.channel.publishing import largest_of, measure_change
 from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
 from aqg.core.quantizers import largest
 from aqg.errors import MessageError
-from aqg.flower.arrays import array_of, tensor_of
+from aqg.flower.envelope import array_of, tensor_of
 
 TENSORS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),

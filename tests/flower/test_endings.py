@@ -1,6 +1,5 @@
 """Runs of our own server that end before their last round, and what is measured when."""
 
-import json
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from aqg.errors import ConfigError
 from aqg.flower.settings import read_settings
 
-from tests.flower.test_apps import PROBLEM, Federation
+from tests.flower.federation import PROBLEM, Federation
 
 
 def test_time_is_up(tmp_path):
@@ -38,8 +37,7 @@ def test_no_progress(tmp_path, monitor, sign):
     assert len(rows) == 6
     assert rows[4][f"test_{name}"] is None
     assert rows[0]["test_other"] == 1.0
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["rounds"] == 6
+    assert federation.summary["rounds"] == 6
 
 
 def test_which_rounds_are_measured(tmp_path):

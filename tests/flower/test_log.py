@@ -27,8 +27,8 @@ from aqg.protocol.follower import (
 from aqg.protocol.log import LogState, Publisher
 from aqg.wire.entry import encode_log, log_rounds, log_since
 
+from tests.flower.federation import Federation, at, reference
 from tests.flower.own_messages import change_order, flipped, order_in
-from tests.flower.test_apps import Federation, reference, round_of
 
 SIZE = 400
 
@@ -62,15 +62,8 @@ def damage_digest(message):
 def test_entries_that_are_not_in_order_are_refused_by_name(tmp_path, change, complaint, caplog):
     clean = reference("qgd", 5, downlink=Exact()).parameters
     federation = Federation(tmp_path, rounds=5, round_timeout=30.0)
-    changed = []
-
-    def strike(node, message):
-        if round_of(message) == 3 and node == 18 and not changed:
-            changed.append(node)
-            change(message)
-        return message
-
-    federation.grid.deliver = strike
+    changes = [change]
+    federation.grid.deliver = at(3, 18, lambda order: changes and changes.pop()(order))
     assert np.array_equal(federation.run(), clean)  # nothing is lost
     assert federation.incidents("lost") == [(3, 1)]
     assert complaint in caplog.text
@@ -80,12 +73,10 @@ def test_entries_that_are_not_in_order_are_refused_by_name(tmp_path, change, com
 def test_a_node_that_never_follows_costs_its_update_only(tmp_path):
     federation = Federation(tmp_path, rounds=4, round_timeout=30.0)
 
-    def strike(node, message):
-        if round_of(message) and node == 18:
-            message.content["aqg"]["bytes"] = flipped(message.content["aqg"]["bytes"])
-        return message
+    def strike(order):
+        order.content["aqg"]["bytes"] = flipped(order.content["aqg"]["bytes"])
 
-    federation.grid.deliver = strike
+    federation.grid.deliver = at({1, 2, 3, 4}, 18, strike)
     federation.run()
     assert [row["widths"][1] for row in federation.rows()] == [-1] * 4
     assert all(row["stepped"] for row in federation.rows())
@@ -95,23 +86,17 @@ def test_a_node_that_never_follows_costs_its_update_only(tmp_path):
 def test_a_damaged_model_on_disk_is_not_used(tmp_path):
     clean = reference("qgd", 5, downlink=Exact()).parameters
     federation = Federation(tmp_path, rounds=5, round_timeout=30.0)
-    done = []
+    files = []
 
-    def rot(node, message):
-        if node == 18 and round_of(message) == 3 and not done:
-            done.append(node)
-            (file,) = (
-                path / "state.json"
-                for path in federation.place_of(1).iterdir()
-                if "-" not in path.name
-            )
-            index = json.loads(file.read_text())
+    def rot(_):
+        if not files:  # the second order of the round brings the whole model
+            files.append(federation.copy_of(1) / "state.json")
+            index = json.loads(files[0].read_text())
             cell = index["track"][0]
             cell["bytes"] = "0123" + cell["bytes"][4:]
-            file.write_text(json.dumps(index))
-        return message
+            files[0].write_text(json.dumps(index))
 
-    federation.grid.deliver = rot
+    federation.grid.deliver = at(3, 18, rot)
     assert np.array_equal(federation.run(), clean)
     assert federation.incidents("lost") == [(3, 1)]
     assert federation.total("resyncs") == 0

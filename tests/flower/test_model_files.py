@@ -6,13 +6,11 @@ import torch
 from torch import nn
 
 import aqg
-from aqg.flower import FlowerTask, make_client_app, make_server_app
+from aqg.flower import FlowerTask
 from aqg.weights import read_notes
 
-from tests.flower.memory_grid import MemoryGrid, server_context
-from tests.problems import tiny_problem
-
-PROBLEM = tiny_problem(num_clients=3, dtype="float32")
+from tests.flower.federation import PROBLEM, Federation, samples_of
+from tests.flower.federation import task_of as vector_task
 
 
 def make_network():
@@ -21,8 +19,9 @@ def make_network():
 
 
 def task_of(context):
-    samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-    features, labels = (torch.tensor(part) for part in samples)
+    samples = samples_of(context)
+    features = torch.tensor(samples.features, dtype=torch.float32)
+    labels = torch.tensor(samples.labels)
 
     def train(module):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -40,27 +39,13 @@ def task_of(context):
 def accuracy(module):
     assert PROBLEM.test is not None
     with torch.no_grad():
-        outputs = module(torch.tensor(PROBLEM.test.features))
+        outputs = module(torch.tensor(PROBLEM.test.features, dtype=torch.float32))
     return float((outputs.argmax(1).numpy() == PROBLEM.test.labels).mean())
 
 
-def run(path, rounds, start=make_network, task=task_of, **options):
-    config = {
-        "num-clients": 3,
-        "num-server-rounds": rounds,
-        "alpha": 1 / 3,
-        "recipe": "lean",
-        "trust-partition-id": True,
-        "round-timeout": 5.0,
-        "start-timeout": 5.0,
-        "run-dir": str(path / "run"),
-        "client-state-dir": str(path / "nodes"),
-    }
-    nodes = {11 + 7 * index: {"partition-id": index} for index in range(3)}
-    finals = []
-    app = make_server_app(start(), on_finish=finals.append, **options)
-    app(MemoryGrid(make_client_app(task), nodes, config), server_context(config))
-    return finals
+def federation(path, rounds, task=task_of):
+    times = {"round_timeout": 5.0, "start_timeout": 5.0}
+    return Federation(path, task, rounds=rounds, alpha=1 / 3, recipe="lean", **times)
 
 
 def test_the_final_and_the_best_model_load_into_a_module(tmp_path):
@@ -70,7 +55,7 @@ def test_the_final_and_the_best_model_load_into_a_module(tmp_path):
         seen.append(accuracy(module))
         return seen[-1]
 
-    (final,) = run(tmp_path, 6, evaluate=evaluate)
+    final = federation(tmp_path, 6).run(make_network(), evaluate=evaluate)
     loaded = aqg.load_model(tmp_path / "run", make_network(), which="final")
     for name, value in final.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
@@ -82,16 +67,12 @@ def test_the_final_and_the_best_model_load_into_a_module(tmp_path):
 
 
 def test_without_a_test_the_loss_decides(tmp_path):
-    run(tmp_path, 3)
+    federation(tmp_path, 3).run(make_network())
     assert read_notes(tmp_path / "run" / "best.safetensors")["measure"] == "loss"
 
 
 def test_a_vector_has_one_name(tmp_path):
-    def task(context):
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
-        return FlowerTask.from_objective(PROBLEM.objective, samples.features, samples.labels)
-
-    (final,) = run(tmp_path, 2, start=lambda: PROBLEM.initial_params, task=task)
+    final = federation(tmp_path, 2, vector_task).run()
     saved = aqg.load_model(tmp_path / "run", which="final")
     assert list(saved) == ["parameters"]
     assert np.array_equal(saved["parameters"], final)

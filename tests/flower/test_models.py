@@ -8,17 +8,16 @@ from torch import nn
 from aqg import make_recipe
 from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError
-from aqg.flower import FlowerTask, make_client_app, make_server_app
+from aqg.flower import FlowerTask
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 
-from tests.flower.memory_grid import server_context
+from tests.flower.federation import PROBLEM, at, samples_of
+from tests.flower.federation import Federation as QuickFederation
 from tests.flower.own_messages import change_reply, flipped, reply_in
-from tests.flower.test_apps import PROBLEM, round_of
-from tests.flower.test_apps import Federation as QuickFederation
 from tests.problems import soak
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
@@ -29,8 +28,8 @@ SIZES = np.array([len(labels) for labels in LABELS])
 class Federation(QuickFederation):
     """Clients may take their time: torch is slow to start."""
 
-    def __init__(self, path, **config):
-        super().__init__(path, **{"round_timeout": 60.0, "start_timeout": 60.0, **config})
+    def __init__(self, path, task, **config):
+        super().__init__(path, task, **{"round_timeout": 60.0, "start_timeout": 60.0, **config})
 
 
 def normalized():
@@ -102,24 +101,12 @@ def own_training(make, steps=3, seen=None, **options):
     return make_task
 
 
-def run(federation, start, make_task, **options):
-    federation.grid.client_app = make_client_app(make_task)
-    app = make_server_app(start, on_finish=federation.finals.append, **options)
-    app(federation.grid, server_context(federation.config))
-    return federation.finals[-1]
-
-
-def incident_texts(federation):
-    rows = [incident for row in federation.rows() for incident in row.get("incidents", [])]
-    return {incident["text"] for incident in rows}
-
-
 def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path):
     seen = {}
-    federation = Federation(
-        tmp_path, recipe="gd", rounds=1, alpha=0.0, weighting="samples", downlink="auto"
-    )
-    final = run(federation, normalized(), own_training(normalized, seen=seen))
+    options = {"recipe": "gd", "alpha": 0.0, "weighting": "samples", "downlink": "auto"}
+    task = own_training(normalized, seen=seen)
+    federation = Federation(tmp_path, task, rounds=1, **options)
+    final = federation.run(normalized())
     for name, value in final.state_dict().items():
         clients = [seen[client][0][name].double().numpy() for client in range(3)]
         if name.endswith("num_batches_tracked"):
@@ -137,8 +124,8 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["auto", "signsgd", *map(soak, ("lean", "stc", "qsgd"))])
 def test_no_recipe_touches_the_statistics(tmp_path, recipe):
-    federation = Federation(tmp_path, recipe=recipe, rounds=6, alpha=0.02)
-    final = run(federation, normalized(), own_training(normalized))
+    federation = Federation(tmp_path, own_training(normalized), recipe=recipe, rounds=6, alpha=0.02)
+    final = federation.run(normalized())
     assert (final[1].running_var > 0).all()
     assert final[1].num_batches_tracked == 18
     rows = federation.rows()
@@ -154,15 +141,14 @@ def test_flower_ends_with_the_simulators_model(tmp_path, statistics, step):
     local = LocalTraining(batch_size=8, steps=3, rate=0.05)
 
     def make_task(context):
-        samples = PROBLEM.clients[int(context.node_config["partition-id"])]
         return FlowerTask.from_module(
-            normalized().double(), *samples, local=local, statistics=statistics
+            normalized().double(), *samples_of(context), local=local, statistics=statistics
         )
 
     options = {"exact": False, "weighting": "samples", "step": step}
-    federation = Federation(tmp_path, recipe="auto", rounds=5, **options)
+    federation = Federation(tmp_path, make_task, recipe="auto", rounds=5, **options)
     start = normalized().double()
-    final = run(federation, start, make_task, statistics=statistics)
+    final = federation.run(start, statistics=statistics)
     objective = Objective.from_module(normalized().double(), statistics=statistics)
     problem = Problem(objective, PROBLEM.clients, objective.init_params(0))
     training = Training(local, weighting="samples", step=make_step(step))
@@ -196,8 +182,9 @@ def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_
 
         return FlowerTask.from_training(module, train, len(features), evaluate)
 
-    federation = Federation(tmp_path, recipe="auto", rounds=4, step="fixed", client_eval_every=4)
-    final = run(federation, normalized(), make_task)[1].running_var.double().numpy()
+    options = {"recipe": "auto", "rounds": 4, "step": "fixed", "client_eval_every": 4}
+    federation = Federation(tmp_path, make_task, **options)
+    final = federation.run(normalized())[1].running_var.double().numpy()
     for found in variances[-3:]:  # of the three clients, after the last round
         np.testing.assert_allclose(found, final, rtol=2.0**-11)
 
@@ -205,11 +192,11 @@ def test_clients_that_measure_a_model_have_its_statistics_in_half_precision(tmp_
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_local_statistics_stay_with_each_client(tmp_path, on_disk):
     seen = {}
-    federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
+    make_task = own_training(normalized, steps=1, seen=seen, statistics="local")
+    federation = Federation(tmp_path, make_task, recipe="gd", rounds=3, alpha=0.0)
     if not on_disk:
         federation.config["client-state-dir"] = "context"
-    make_task = own_training(normalized, steps=1, seen=seen, statistics="local")
-    run(federation, normalized(), make_task, statistics="local", evaluate=lambda module: 1 / 0)
+    federation.run(normalized(), statistics="local", evaluate=lambda module: 1 / 0)
     assert all("test_accuracy" not in row for row in federation.rows())
     for client in range(3):
         counts = [int(state["1.num_batches_tracked"]) for state in seen[client]]
@@ -219,53 +206,52 @@ def test_local_statistics_stay_with_each_client(tmp_path, on_disk):
 
 
 def test_frozen_statistics_are_the_same_in_every_round(tmp_path):
-    federation = Federation(tmp_path, recipe="gd", rounds=3, alpha=0.0)
     make_task = own_training(normalized, statistics="frozen")
-    final = run(federation, normalized(), make_task, statistics="frozen")
+    federation = Federation(tmp_path, make_task, recipe="gd", rounds=3, alpha=0.0)
+    final = federation.run(normalized(), statistics="frozen")
     assert torch.equal(final[1].running_var, torch.ones(4))
     assert final[1].num_batches_tracked == 0
 
 
 @pytest.mark.parametrize("step", [pytest.param("fixed", marks=pytest.mark.soak), "dog"])
 def test_a_server_that_is_started_again_goes_on_with_its_statistics(tmp_path, step):
-    whole = Federation(tmp_path / "whole", recipe="lean", rounds=6, step=step)
-    expected = run(whole, normalized(), own_training(normalized)).state_dict()
-    halved = Federation(tmp_path / "halved", recipe="lean", rounds=3, step=step)
-    run(halved, normalized(), own_training(normalized))
+    task, options = own_training(normalized), {"recipe": "lean", "step": step}
+    whole = Federation(tmp_path / "whole", task, rounds=6, **options)
+    expected = whole.run(normalized()).state_dict()
+    halved = Federation(tmp_path / "halved", task, rounds=3, **options)
+    halved.run(normalized())
     halved.config["num-server-rounds"] = 6
-    found = run(halved, normalized(), own_training(normalized)).state_dict()
+    found = halved.run(normalized()).state_dict()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 def test_an_adapter_travels_and_its_base_does_not(tmp_path):
-    federation = Federation(tmp_path, recipe="signsgd", rounds=3, alpha=0.01)
+    federation = Federation(tmp_path, own_training(Adapted), recipe="signsgd", rounds=3, alpha=0.01)
     base = Adapted().base.weight.clone()
-    final = run(federation, Adapted(), own_training(Adapted))
+    final = federation.run(Adapted())
     assert torch.equal(final.base.weight, base)
-    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
-        assert len(saved["parameters"]) == 12 + 6
+    assert len(federation.checkpoint["parameters"]) == 12 + 6
 
 
 def test_a_base_that_differs_is_refused(tmp_path):
-    federation = Federation(tmp_path, recipe="gd", rounds=1)
-    run(federation, Adapted(), own_training(lambda: Adapted(seed=5)))
-    (text,) = incident_texts(federation)
+    federation = Federation(tmp_path, own_training(lambda: Adapted(seed=5)), recipe="gd", rounds=1)
+    federation.run(Adapted())
+    (text,) = federation.texts()
     assert "'base.bias', differ from the server's" in text or "'base.weight'" in text
 
 
 def test_tied_weights_and_infinite_masks(tmp_path):
-    federation = Federation(tmp_path, recipe="lean", rounds=3)
-    final = run(federation, Masked(), own_training(Masked))
+    federation = Federation(tmp_path, own_training(Masked), recipe="lean", rounds=3)
+    final = federation.run(Masked())
     assert final.second.weight is final.first.weight
-    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
-        assert len(saved["parameters"]) == 36 + 21
+    assert len(federation.checkpoint["parameters"]) == 36 + 21
     assert torch.isneginf(final.mask).all()
     broken = Masked()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
     with pytest.raises(ConfigError, match=r"'head\.bias'.* holds NaN or infinity"):
-        run(Federation(tmp_path / "b"), broken, own_training(Masked))
+        Federation(tmp_path / "b", own_training(Masked)).run(broken)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -274,10 +260,9 @@ def test_other_precisions(tmp_path, dtype):
         torch.manual_seed(4)
         return nn.Linear(6, 3).to(dtype)
 
-    federation = Federation(tmp_path, recipe="gd", rounds=4, alpha=0.0)
-    final = run(federation, make(), own_training(make))
-    with np.load(tmp_path / "run" / "checkpoint.npz") as saved:
-        parameters = saved["parameters"]
+    federation = Federation(tmp_path, own_training(make), recipe="gd", rounds=4, alpha=0.0)
+    final = federation.run(make())
+    parameters = federation.checkpoint["parameters"]
     assert parameters.dtype == (np.float64 if dtype == torch.float64 else np.float32)
     assert final.weight.dtype == dtype
     if dtype == torch.bfloat16:  # the server holds more than the module can
@@ -295,23 +280,24 @@ def test_another_architecture_is_refused_by_name(tmp_path):
         return nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(8, 3, bias=False))
 
     assert ModelLayout.of(wide()).num_params == ModelLayout.of(narrow()).num_params
-    federation = Federation(tmp_path, recipe="gd", rounds=1)
-    run(federation, wide(), own_training(narrow))
-    (text,) = incident_texts(federation)
+    federation = Federation(tmp_path, own_training(narrow), recipe="gd", rounds=1)
+    federation.run(wide())
+    (text,) = federation.texts()
     assert (
         "the server's model is another: '0.weight' (2, 6) float32 of Sequential has shape (4, 6)"
         in text
     )
-    policies = Federation(tmp_path / "policies", recipe="gd", rounds=1)
-    run(policies, normalized(), own_training(normalized, statistics="local"))
-    assert any("statistics are 'local' here" in text for text in incident_texts(policies))
+    task = own_training(normalized, statistics="local")
+    policies = Federation(tmp_path / "policies", task, recipe="gd", rounds=1)
+    policies.run(normalized())
+    assert any("statistics are 'local' here" in text for text in policies.texts())
 
 
 def test_a_flat_vector_is_refused_where_the_model_has_statistics(tmp_path):
-    federation = Federation(tmp_path, recipe="gd", rounds=1)
+    federation = Federation(tmp_path, own_training(normalized), recipe="gd", rounds=1)
     layout = ModelLayout.of(normalized())
-    run(federation, layout.flatten(normalized()), own_training(normalized))
-    (text,) = incident_texts(federation)
+    federation.run(layout.flatten(normalized()))
+    (text,) = federation.texts()
     assert "statistics such as '1.running_mean'" in text
     assert "give make_server_app the module" in text
 
@@ -332,28 +318,25 @@ class Adaptive(nn.Module):
 
 
 def test_any_buffer_that_training_changes_is_averaged(tmp_path):
-    federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
-    final = run(federation, Adaptive(), own_training(Adaptive))
+    federation = Federation(tmp_path, own_training(Adaptive), recipe="gd", rounds=2, alpha=0.0)
+    final = federation.run(Adaptive())
     assert final.scale != 1
     assert not any(row.get("incidents") for row in federation.rows())
-    flat = Federation(tmp_path / "flat", recipe="gd", rounds=1)
-    run(flat, ModelLayout.of(Adaptive()).flatten(Adaptive()), own_training(Adaptive))
-    (text,) = incident_texts(flat)
+    flat = Federation(tmp_path / "flat", own_training(Adaptive), recipe="gd", rounds=1)
+    flat.run(ModelLayout.of(Adaptive()).flatten(Adaptive()))
+    (text,) = flat.texts()
     assert "training changes buffers of the module" in text
 
 
 def test_damaged_statistics_cost_that_clients_reply_only(tmp_path):
-    federation = Federation(tmp_path, recipe="qgd", rounds=3)
+    federation = Federation(tmp_path, own_training(normalized), recipe="qgd", rounds=3)
 
-    def damage(node, message):
-        if node == 11 and round_of(message):
-            change_reply(message, statistics=flipped(reply_in(message).statistics))
-        return message
+    def damage(reply):
+        change_reply(reply, statistics=flipped(reply_in(reply).statistics))
 
-    federation.grid.answer = damage
-    final = run(federation, normalized(), own_training(normalized))
+    federation.grid.answer = at({1, 2, 3}, 11, damage)
+    final = federation.run(normalized())
     assert {client for _, client in federation.incidents("rejected")} == {0}
-    assert any("rejected"[:0] in text for text in incident_texts(federation))
     assert (final[1].running_var > 0).all()
 
 
@@ -365,7 +348,7 @@ def test_metrics_by_name_are_measured_on_the_module(tmp_path):
         right = (outputs.argmax(1) == LABELS[0]).float().mean()
         return {"accuracy": float(right), "spread": float(outputs.std())}
 
-    federation = Federation(tmp_path, recipe="gd", rounds=2, alpha=0.0)
-    final = run(federation, normalized(), own_training(normalized), evaluate=evaluate)
+    federation = Federation(tmp_path, own_training(normalized), recipe="gd", rounds=2, alpha=0.0)
+    final = federation.run(normalized(), evaluate=evaluate)
     assert all({"test_accuracy", "test_spread"} <= set(row) for row in federation.rows())
     assert evaluate(final)["spread"] != federation.rows()[0]["test_spread"]

@@ -1,10 +1,12 @@
 """What a client holds on disk, and in memory while it answers."""
 
+import random
 import tracemalloc
 
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
+from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
 from aqg import make_recipe
@@ -13,14 +15,16 @@ from aqg.channel.stepping import Stepping, SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
-from aqg.errors import RunError
-from aqg.flower import FlowerTask, make_client_app
-from aqg.flower.arrays import record_of
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, unpack
+from aqg.errors import ConfigError, RunError
+from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
+from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of, unpack
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
+
+from tests.flower.small_app import NUM_CLIENTS, first_arrays, make_app
+from tests.flower.test_dropin import everyone, make_grid
 
 LEAN = make_recipe("lean")
 LINK, NODE = 1, 5
@@ -136,3 +140,45 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
     # its levels, and the next mirror and direction; not all at a time.
     # With a log, the public model before and after an entry comes first, and makes room then.
     assert peak < most_vectors
+
+
+def own_strategy(**options):
+    fixed = {"round_timeout": 5.0, "start_timeout": 5.0, "participation": 0.5}
+    return AQG(NUM_CLIENTS, client_eval_every=1, **fixed, **options)
+
+
+def wrapped_strategy(**options):
+    return Compressed(FedAvg(**everyone()), **options)
+
+
+@pytest.mark.parametrize("start", ["seed", "exact"])
+@pytest.mark.parametrize("make", [own_strategy, wrapped_strategy])
+def test_nodes_that_hold_nothing_train_the_same_model(tmp_path, make, start):
+    models = []
+    for memory in ("model", "none"):
+        directory = tmp_path / memory
+        grid = make_grid(make_app([make_mod(directory)]))
+        grid.keeps_memories = True
+        random.seed(1)  # FedAvg asks nodes in a random order
+        result = make(memory=memory, start=start).start(grid, first_arrays(), num_rounds=5)
+        models.append({name: array.numpy() for name, array in result.arrays.items()})
+        assert directory.exists() == (memory == "model")
+        assert not any(context.state for context in grid.contexts.values())
+    for name, tensor in models[0].items():
+        np.testing.assert_array_equal(models[1][name], tensor)
+
+
+def test_nothing_is_held_in_a_context_either(monkeypatch):
+    monkeypatch.setenv("AQG_STATE_DIR", "context")
+    for memory in ("model", "none"):
+        grid = make_grid()
+        wrapped_strategy(memory=memory).start(grid, first_arrays(), num_rounds=2)
+        assert any(context.state for context in grid.contexts.values()) == (memory == "model")
+
+
+def test_recipes_that_need_a_memory_are_refused_without_one():
+    for make in (own_strategy, wrapped_strategy):
+        with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients"):
+            make(memory="none", recipe="lean")
+    with pytest.raises(ConfigError, match="statistics that clients keep to themselves"):
+        own_strategy(memory="none", statistics="local").start(make_grid(), first_arrays())

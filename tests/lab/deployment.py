@@ -11,7 +11,6 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from aqg.errors import ConfigError, RunError
+from aqg.errors import RunError
 
 from tests.lab.meter import Meter, Traffic
 from tests.lab.processes import ProcessGroup
@@ -73,36 +72,6 @@ def make_node_key(path):
     return public
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeploymentOptions:
-    """How the processes are started.
-
-    Attributes:
-        num_nodes: how many SuperNodes.
-        tls: encrypt, and let only nodes with a registered key in.
-        database: keep the SuperLink's state in a file, so that its nodes survive its restart.
-        worker: fork the processes of apps from a persistent worker (``--isolation process``).
-        quick: shorten Flower's own waits, see `tests.lab.repairs`.
-        lease_seconds: how long a silent node counts as online; None leaves Flower's 60 s.
-        restart: start nodes again that end.
-        preload: modules that apps import, imported once for all.
-
-    """
-
-    num_nodes: int = 3
-    tls: bool = False
-    database: bool = False
-    worker: bool = True
-    quick: bool = True
-    lease_seconds: float | None = None
-    restart: bool = False
-    preload: Sequence[str] = ()
-
-    def __post_init__(self):
-        if self.num_nodes < 1:
-            raise ConfigError(f"nodes is {self.num_nodes}; it must be at least 1")
-
-
 @dataclass
 class _Node:
     """What stays of a node when its processes die."""
@@ -118,34 +87,44 @@ class Deployment:
 
     Args:
         directory: where logs, keys, the nodes' state and Flower's own files go.
-        options: how to start them.
-        node_config: settings for every node, beside its partition id.
+        num_nodes: how many SuperNodes.
+        tls: encrypt, and let only nodes with a registered key in.
+        worker: fork the processes of apps from a persistent worker (``--isolation process``).
+        quick: shorten Flower's own waits, see `tests.lab.repairs`.
+        lease_seconds: how long a silent node counts as online; None leaves Flower's 60 s.
+        restart: start nodes again that end.
+        preload: modules that apps import, imported once for all.
 
     """
 
-    def __init__(self, directory, options=None, node_config=None):
+    def __init__(
+        self,
+        directory,
+        *,
+        num_nodes=3,
+        tls=False,
+        worker=True,
+        quick=True,
+        lease_seconds=None,
+        restart=False,
+        preload=(),
+    ):
         self.directory = directory.resolve()
-        self.options = options if options is not None else DeploymentOptions()
+        self._worker, self._restart = worker, restart
         self.logs = self.directory / "logs"
         self.home = self.directory / "flower"
         self.home.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
-        self.certificates = make_certificates(self.directory) if self.options.tls else None
+        self.certificates = make_certificates(self.directory) if tls else None
         self._write_connection()
         self._numbers = itertools.count()
         self.meter = Meter(HOST, self.port)
-        self.nodes = [
-            self._plan(node, node_config or {}, node_name(node))
-            for node in range(self.options.num_nodes)
-        ]
-        environment = {
-            "FLWR_HOME": str(self.home),
-            "NO_PROXY": HOST,
-            SWITCH: str(int(self.options.quick)),
-        }
-        if self.options.lease_seconds is not None:
-            environment[LEASE] = str(self.options.lease_seconds)
-        self.processes = ProcessGroup(self.logs, environment, self.options.preload)
+        self._num_nodes = num_nodes
+        self.nodes = [self._plan(node, node_name(node)) for node in range(num_nodes)]
+        environment = {"FLWR_HOME": str(self.home), "NO_PROXY": HOST, SWITCH: str(int(quick))}
+        if lease_seconds is not None:
+            environment[LEASE] = str(lease_seconds)
+        self.processes = ProcessGroup(self.logs, environment, preload)
 
     def __enter__(self):
         return self
@@ -179,23 +158,19 @@ class Deployment:
             arguments += ["--ssl-ca-certfile", str(self.certificates.authority)]
             arguments += ["--ssl-certfile", str(self.certificates.certificate)]
             arguments += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
-        if self.options.database:
-            arguments += ["--database", str(self.directory / "superlink.db")]
         self.processes.start(_LINK, self._isolated(arguments))
         self._wait_until_healthy(_LINK, self.port)
-        if self.options.worker:
+        if self._worker:
             self._start_link_worker()
 
     def kill_link(self):
         """Kill the SuperLink, and the ServerApp with it."""
-        if self.options.worker:
+        if self._worker:
             self.processes.kill(_LINK_WORKER)
         self.processes.kill(_LINK)
 
     def kill_server(self):
         """Kill the ServerApp alone; the next run finds a new worker."""
-        if not self.options.worker:
-            raise ConfigError("only a deployment with a worker knows the ServerApp's process")
         self.processes.kill(_LINK_WORKER)
         self._start_link_worker()
 
@@ -219,13 +194,13 @@ class Deployment:
         plan, name = self.nodes[node], node_name(node)
         self.processes.log_of(name).unlink(missing_ok=True)
         arguments = self._node_arguments(plan, name)
-        self.processes.start(name, arguments, restart=self.options.restart)
-        if self.options.worker and not self.processes.is_running(f"{name}-worker"):
-            self._start_worker(f"{name}-worker", plan.port, restart=self.options.restart)
+        self.processes.start(name, arguments, restart=self._restart)
+        if self._worker and not self.processes.is_running(f"{name}-worker"):
+            self._start_worker(f"{name}-worker", plan.port, restart=self._restart)
 
     def try_key(self, key):
         """Start one more node with a key that nobody registered; return what it says as it ends."""
-        plan = self._plan(len(self.nodes), {}, "stranger")
+        plan = self._plan(len(self.nodes), "stranger")
         plan.key = key
         self.processes.start("stranger", self._node_arguments(plan, "stranger"))
         self.processes.wait("stranger", _COMMAND_SECONDS)
@@ -260,10 +235,6 @@ class Deployment:
         for name in (f"{node_name(node)}-worker", node_name(node)):
             if self.processes.is_running(name):
                 self.processes.kill(name)
-
-    def stop_node(self, node):
-        """Let a node say goodbye and end."""
-        self.processes.stop(node_name(node))
 
     def traffic(self, node):
         """Return the bytes on the connections between a node and the SuperLink."""
@@ -320,17 +291,16 @@ class Deployment:
         answer = self.flower("list", _CONNECTION, "--run-id", str(run))
         return answer["runs"][0]
 
-    def _plan(self, node, node_config, name):
+    def _plan(self, node, name):
         config = {
             "partition-id": node,
-            "num-partitions": self.options.num_nodes,
+            "num-partitions": self._num_nodes,
             "aqg-state-dir": str(self.state_directory(node)),
-            **node_config,
         }
         return _Node(free_port(), self.meter.listen(name), config)
 
     def _isolated(self, arguments):
-        return [*arguments, "--isolation", "process" if self.options.worker else "subprocess"]
+        return [*arguments, "--isolation", "process" if self._worker else "subprocess"]
 
     def _start_link_worker(self):
         self._start_worker(_LINK_WORKER, self.port, tls=self.certificates is not None)
@@ -342,7 +312,7 @@ class Deployment:
         self.processes.start(name, arguments, restart=restart)
 
     def _has_failed(self, name):
-        return not self.options.restart and not self.processes.is_running(name)
+        return not self._restart and not self.processes.is_running(name)
 
     def _wait_until_healthy(self, name, port):
         handlers = [urllib.request.ProxyHandler({})]

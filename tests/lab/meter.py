@@ -1,4 +1,4 @@
-"""A relay that counts the bytes on real connections, and can break them."""
+"""A relay that counts the bytes on real connections."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ class Meter:
         self.target = target
         self.watch = None
         self._counts = {}
-        self._cut = set()
-        self._open = {}
         self._servers = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -71,25 +69,11 @@ class Meter:
     def listen(self, name):
         """Open a port for ``name`` and return its number."""
         self._counts[name] = [0, 0]
-        self._open[name] = set()
         return asyncio.run_coroutine_threadsafe(self._serve(name), self._loop).result(10)
 
     def traffic(self, name):
         """Return what has passed for ``name`` so far."""
         return Traffic(*self._counts[name])
-
-    def cut(self, name):
-        """Break the line: close its connections, and refuse new ones until `mend`."""
-        self._cut.add(name)
-        self._loop.call_soon_threadsafe(self._abort, name)
-
-    def mend(self, name):
-        """Let connections pass again."""
-        self._cut.discard(name)
-
-    def _abort(self, name):
-        for writer in self._open[name]:
-            writer.transport.abort()
 
     async def _stop(self):
         for server in self._servers:
@@ -111,17 +95,12 @@ class Meter:
         return port
 
     async def _pass_on(self, name, reader, writer):
-        if name in self._cut:
-            return
         there_reader, there_writer = await asyncio.open_connection(self.host, self.target)
-        ends = {writer, there_writer}
-        self._open[name] |= ends
         try:
             await asyncio.gather(
                 self._pump(name, 0, reader, there_writer), self._pump(name, 1, there_reader, writer)
             )
         finally:
-            self._open[name] -= ends
             there_writer.transport.abort()
 
     async def _pump(self, name, direction, reader, writer):

@@ -80,7 +80,7 @@ def run_command(arguments, environment, log, parent):
 
 
 class ProcessGroup:
-    """Forks commands; a context manager: on leaving it, and when this process dies, all are gone.
+    """Forks commands, which are gone once it is closed, or this process has ended.
 
     Args:
         directory: where logs go.
@@ -108,12 +108,6 @@ class ProcessGroup:
         with patch.dict(os.environ, self._environment):
             forkserver.ensure_running()
         threading.Thread(target=self._restart, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     def close(self):
         """Kill every process of the group, and wait until they are gone."""
@@ -164,18 +158,6 @@ class ProcessGroup:
             process = self._running[name]
             process.kill()
         self.wait_for(lambda: not self._is_alive(process), _END_SECONDS, f"{name} to die")
-
-    def stop(self, name, seconds=_END_SECONDS):
-        """Ask a process to end, kill it if it does not, and return its exit code."""
-        with self._lock:
-            self._restarted.pop(name, None)
-            if self.is_running(name):
-                os.kill(self._running[name].pid, signal.SIGINT)
-        try:
-            return self.wait(name, seconds)
-        except RunError:
-            self.kill(name)
-            return self.wait(name, seconds)
 
     def wait(self, name, seconds):
         """Wait for a process to end, and return its exit code."""

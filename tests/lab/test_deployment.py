@@ -21,7 +21,7 @@ from aqg.flower.demo import digits_config
 from aqg.runs.setup import build_problem, make_simulation
 from aqg.sim.record import DROPPED
 
-from tests.lab.deployment import HOST, Deployment, DeploymentOptions, make_node_key
+from tests.lab.deployment import HOST, Deployment, make_node_key
 from tests.lab.meter import Meter, Traffic
 from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
@@ -30,17 +30,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes
 DROPIN_APP = Path(__file__).parents[1] / "flower" / "dropin_app"
 ROUND_SECONDS = 8.0
 DELAY_SECONDS = 9.5
-LEASE_SECONDS = 5.0
+RESTARTED = {"lease_seconds": 5.0, "restart": True, "preload": PRELOAD}
 FOREVER = 10_000
 
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory):
     """Start one for all tests: encrypted, with registered nodes that are started again."""
-    options = DeploymentOptions(
-        tls=True, lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD
-    )
-    with Deployment(tmp_path_factory.mktemp("deployment"), options) as started:
+    path = tmp_path_factory.mktemp("deployment")
+    with Deployment(path, tls=True, **RESTARTED) as started:
         started.start()
         yield started
 
@@ -145,8 +143,7 @@ def test_training_survives_a_lost_reply_and_a_killed_node(deployment, tmp_path):
 
 @pytest.mark.soak
 def test_training_survives_every_fault(tmp_path):
-    options = DeploymentOptions(lease_seconds=LEASE_SECONDS, restart=True, preload=PRELOAD)
-    with Deployment(tmp_path / "deployment", options) as deployment:
+    with Deployment(tmp_path / "deployment", **RESTARTED) as deployment:
         deployment.start()
         run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
         run.submit(FOREVER)
@@ -365,7 +362,7 @@ def processes_with(text):
     return found
 
 
-def test_the_meter_counts_what_passes_and_cuts_the_line():
+def test_the_meter_counts_what_passes():
     with socket.create_server((HOST, 0)) as server, Meter(HOST, server.getsockname()[1]) as meter:
         port = meter.listen("line")
         with socket.create_connection((HOST, port)) as near:
@@ -376,20 +373,6 @@ def test_the_meter_counts_what_passes_and_cuts_the_line():
                 far.sendall(b"thanks")
                 assert receive_exactly(near, 6) == b"thanks"
                 assert meter.traffic("line") == Traffic(100_000, 6)
-                meter.cut("line")
-                with contextlib.suppress(ConnectionResetError):
-                    assert near.recv(1) == b""
-        with (
-            contextlib.suppress(ConnectionResetError),
-            socket.create_connection((HOST, port)) as refused,
-        ):
-            assert refused.recv(1) == b""
-        meter.mend("line")
-        with socket.create_connection((HOST, port)) as near:
-            near.sendall(b"again")
-            far, _ = server.accept()
-            with far:
-                assert receive_exactly(far, 5) == b"again"
 
 
 def receive_exactly(connection, count):

@@ -13,7 +13,7 @@ from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import BernoulliDropout
+from aqg.sim.training import Dropout
 
 from tests.problems import assert_same, crossed
 
@@ -499,7 +499,7 @@ def image_problem(dtype="float64", unequal=False):
 )
 def test_fast_equals_reference_bit_for_bit(name, unequal, dtype):
     problem = image_problem(dtype, unequal)
-    arguments = (problem, make_recipe(name), 0.02, BernoulliDropout(0.3, seed=8), 4)
+    arguments = (problem, make_recipe(name), 0.02, Dropout(0.3, seed=8), 4)
     reference = ReferenceSimulation(*arguments)
     fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
     assert_same(fast, reference, rounds=25)

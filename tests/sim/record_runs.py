@@ -20,7 +20,7 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.objectives.base import Objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
 FILE = Path(__file__).parent / "data" / "record.json.gz"
 NUM_PARAMS, NUM_CLIENTS, NUM_SAMPLES, ROUNDS = 1100, 5, 6, 16
@@ -28,7 +28,7 @@ SETTINGS = {
     "exact": (Training(), None),
     "local": (Training(local=LocalTraining(batch_size=2, steps=3)), None),
     "sampled": (Training(local=LocalTraining(batch_size=3), participation=0.3), None),
-    "dropouts": (Training(weighting="samples"), BernoulliDropout(0.5, seed=2)),
+    "dropouts": (Training(weighting="samples"), Dropout(0.5, seed=2)),
 }
 OPTIMIZERS = ("sgd", "momentum", "adam")
 STEPS = {"sgd": 0.1, "momentum": 0.03, "adam": 0.01}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from aqg.core.downlink import Condensed, Exact, make_downlink
@@ -11,21 +10,20 @@ from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
-from aqg.sim.training import Absence, BernoulliDropout, LocalTraining, ScriptedDropout, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
-from tests.problems import assert_same, crossed, some_recipes, tiny_problem
+from tests.problems import check_engines, check_torch, crossed, some_recipes, tiny_problem
 
 LOCAL = LocalTraining(batch_size=4, steps=3, rate=0.05)
 SETTINGS = {
     "all take part": ({}, None),
     "sampled, adam": (
         {"participation": 0.5, "optimizer": make_optimizer("adam"), "weighting": "samples"},
-        ScriptedDropout((Absence(1, 3, 15), Absence(3, 9, 18))),
+        Dropout(absences=((1, 3, 15), (3, 9, 18))),
     ),
     "noisy, momentum": (
         {"local": LOCAL, "participation": 0.7, "optimizer": make_optimizer("momentum:beta=0.5")},
-        BernoulliDropout(0.3, seed=8),
+        Dropout(0.3, seed=8),
     ),
 }
 FIRST = [
@@ -35,7 +33,7 @@ FIRST = [
 ROUNDS = 20
 
 
-def simulations(name, setting, downlink, dtype="float64"):
+def terms(name, setting, downlink, dtype="float64"):
     problem = tiny_problem(num_clients=6, unequal=True)
     initial = problem.initial_params.astype(dtype)
     clients = tuple(
@@ -46,18 +44,19 @@ def simulations(name, setting, downlink, dtype="float64"):
     training = Training(downlink=make_downlink(downlink), **options)
     step = 0.02 if "adam" in setting else 0.1
     arguments = (problem, make_recipe(name, max_staleness=15), step, dropout, 4)
-    block_bytes = 2 * initial.nbytes
-    return (
-        ReferenceSimulation(*arguments, training=training),
-        FastSimulation(*arguments, block_bytes=block_bytes, training=training),
-    )
+    return arguments, {"training": training}
+
+
+def simulations(*setting):
+    arguments, options = terms(*setting)
+    return ReferenceSimulation(*arguments, **options), FastSimulation(*arguments, **options)
 
 
 @pytest.mark.parametrize("setting", FIRST)
 @pytest.mark.parametrize(("name", "downlink"), some_recipes("condensed", "exact"))
 def test_the_engine_counts_what_the_reference_sends(name, downlink, setting):
-    reference, fast = simulations(name, setting, downlink)
-    assert_same(fast, reference, rounds=ROUNDS)
+    arguments, options = terms(name, setting, downlink)
+    check_engines(*arguments, **options, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("setting", FIRST)
@@ -73,39 +72,6 @@ def test_exact_entries_make_the_model_of_full_downloads(name, setting, dtype):
     assert exact.parameters.tobytes() == full.parameters.tobytes()
 
 
-def test_every_client_of_the_reference_holds_the_servers_model():
-    for downlink in ("exact", "condensed"):
-        reference, _ = simulations("auto", "noisy, momentum", downlink)
-        for _ in range(ROUNDS):
-            reference.run_round()
-            expected = reference.server.public
-            for clients, delivery in reference._deliver(np.arange(6))[0]:
-                for m in clients.tolist():
-                    reference._tell(m, delivery)
-            for m in range(6):
-                for mine, theirs in zip(reference.models[m].vectors, expected.vectors, strict=True):
-                    assert mine.tobytes() == theirs.tobytes()
-                assert reference.models[m].history == expected.history
-
-
-@pytest.mark.parametrize(
-    ("setting", "downlink", "engine"),
-    crossed(list(SETTINGS), ["exact", "condensed"], [0, 1]),
-)
-def test_a_resumed_run_counts_on(setting, downlink, engine):
-    whole = simulations("auto", setting, downlink)[1]
-    records = [whole.run_round() for _ in range(ROUNDS)]
-    halves = simulations("auto", setting, downlink)
-    first = halves[1 - engine]
-    for expected in records[:12]:
-        assert first.run_round() == expected
-    arrays = first.state().to_arrays()
-    second = halves[engine]
-    second.restore(SimulationState.from_arrays(arrays))
-    for expected in records[12:]:
-        assert second.run_round() == expected
-
-
 def test_a_state_without_a_log_does_not_fit():
     _, full = simulations("lean", "all take part", "full")
     _, exact = simulations("lean", "all take part", "exact")
@@ -117,7 +83,7 @@ def test_a_state_without_a_log_does_not_fit():
 
 def test_a_client_that_was_away_for_long_takes_a_snapshot():
     problem = tiny_problem(num_clients=4)
-    away = ScriptedDropout((Absence(2, 2, 150),))
+    away = Dropout(absences=((2, 2, 150),))
     training = Training(downlink=Condensed(), local=LOCAL)
     arguments = (problem, make_recipe("qsgd"), 0.1, away, 4)
     simulation = ReferenceSimulation(*arguments, training=training)
@@ -141,14 +107,8 @@ def test_torch_publishes_the_same(name, downlink):
     pytest.importorskip("torch")
     problem = tiny_problem(num_clients=6, unequal=True)
     training = Training(downlink=make_downlink(downlink), local=LOCAL)
-    arguments = (problem, make_recipe(name), 0.05, BernoulliDropout(0.3, seed=1), 4)
-    cpu = FastSimulation(*arguments, training=training)
-    other = FastSimulation(*arguments, device="torch:cpu", training=training)
-    for _ in range(30):
-        expected, found = cpu.run_round(), other.run_round()
-        assert found.widths == expected.widths
-        assert abs(found.download_bytes - expected.download_bytes) <= 0.02 * found.download_bytes
-    assert other.parameters == pytest.approx(cpu.parameters, rel=1e-6, abs=1e-6)
+    arguments = (problem, make_recipe(name), 0.05, Dropout(0.3, seed=1), 4)
+    check_torch(*arguments, training=training, rounds=30, rel=1e-6)
 
 
 def test_bad_settings_are_named():

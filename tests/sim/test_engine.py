@@ -8,57 +8,43 @@ from hypothesis import strategies as st
 from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
-from aqg.core.space import as_index
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend, cut, join, stack_small_clients
+from aqg.sim.backends import NumpyBackend, cut, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
-from tests.problems import SOME_RECIPES, assert_same, some_recipes, tiny_problem
+from tests.problems import (
+    SOME_RECIPES,
+    assert_same,
+    check_engines,
+    check_torch,
+    some_recipes,
+    tiny_problem,
+)
 
-AWAY = (Absence(1, 3, 14), Absence(3, 8, 19))
+AWAY = ((1, 3, 14), (3, 8, 19))
 
 
 @pytest.mark.parametrize(("name", "loses"), some_recipes(True, False))
 def test_equals_the_reference_bit_for_bit(name, loses):
     problem = tiny_problem(num_clients=6, unequal=loses)
-    dropout = ScriptedDropout(AWAY, BernoulliDropout(0.3, seed=8)) if loses else None
-    arguments = (problem, make_recipe(name, max_staleness=8), 0.1, dropout, 4)
-    reference = ReferenceSimulation(*arguments)
-    # Two clients per block, so that a round takes several.
-    fast = FastSimulation(*arguments, block_bytes=2 * problem.initial_params.nbytes)
-    assert_same(fast, reference, rounds=24)
+    dropout = Dropout(0.3, seed=8, absences=AWAY) if loses else None
+    recipe = make_recipe(name, max_staleness=8)
+    check_engines(problem, recipe, 0.1, dropout, 4, rounds=24)
 
 
-def run_both(device, name, rounds, tolerance):
-    problem = tiny_problem(num_clients=6, unequal=True)
-    recipe = make_recipe(name)
-    arguments = (problem, recipe, 0.05, BernoulliDropout(0.3, seed=1), 4)
-    cpu = FastSimulation(*arguments)
-    other = FastSimulation(*arguments, device=device)
-    for _ in range(rounds):
-        assert other.run_round().widths == cpu.run_round().widths
-    assert other.parameters == pytest.approx(cpu.parameters, rel=tolerance, abs=tolerance)
-    other.restore(cpu.state())
-    assert np.array_equal(other.state().clients.track.position, cpu.state().clients.track.position)
-
-
+@pytest.mark.parametrize("device", ["torch:cpu", "cuda"])
 @pytest.mark.parametrize("name", SOME_RECIPES)
-def test_torch_backend_takes_the_same_decisions(name):
-    """The code that runs on a GPU, here on torch's CPU device."""
-    pytest.importorskip("torch")
-    run_both("torch:cpu", name, 25, 1e-9)
-
-
-@pytest.mark.parametrize("name", SOME_RECIPES)
-def test_cuda_takes_the_same_decisions(name):
+def test_torch_takes_the_same_decisions(name, device):
+    """The code that runs on a GPU, on torch's CPU device as well."""
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    run_both("cuda", name, 60, 1e-9)
+    problem, dropout = tiny_problem(num_clients=6, unequal=True), Dropout(0.3, seed=1)
+    check_torch(problem, make_recipe(name), 0.05, dropout, 4, rounds=25, device=device)
 
 
 TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])
@@ -144,17 +130,6 @@ def test_logistic_equals_the_reference(name, dtype):
     assert_same(fast, reference, rounds=25)
 
 
-def test_views_side_by_side_are_joined_without_a_copy():
-    data = np.arange(24.0).reshape(4, 3, 2)
-    joined = join(list(data))
-    assert np.shares_memory(joined, data)
-    assert np.array_equal(joined, data)
-    assert not joined.flags.writeable
-    reordered = join([data[2], data[0], data[3]])
-    assert not np.shares_memory(reordered, data)
-    assert np.array_equal(reordered, data[[2, 0, 3]])
-
-
 def test_clients_that_share_samples_take_no_memory_of_their_own():
     few = wide_problem(num_clients=5)
     base = few.clients[0].features.base
@@ -164,24 +139,6 @@ def test_clients_that_share_samples_take_no_memory_of_their_own():
     assert all(np.shares_memory(stack.features, base) for stack in stacks.values())
     arguments = (many, make_recipe("lean"), 0.01)
     assert FastSimulation(*arguments).run_round() == ReferenceSimulation(*arguments).run_round()
-
-
-def test_a_block_that_ends_inside_a_stack():
-    problem = tiny_problem(num_clients=7)
-    sizes = [3 * problem.initial_params.nbytes, 1 << 26]
-    small, large = (
-        FastSimulation(problem, make_recipe("lean"), 0.05, block_bytes=size) for size in sizes
-    )
-    assert_same(small, large, rounds=12)
-
-
-@given(st.sets(st.integers(0, 30), min_size=1))
-def test_consecutive_clients_become_a_slice(chosen):
-    clients = np.array(sorted(chosen))
-    table = np.arange(31)
-    index = as_index(clients)
-    assert table[index].tolist() == clients.tolist()
-    assert isinstance(index, slice) == (clients[-1] - clients[0] == len(clients) - 1)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("1", 1), ("5", 5), ("0", 1)])
@@ -234,7 +191,7 @@ def test_steps_that_overflow_are_taken_without_a_word(dtype):
 
 def test_the_loss_of_absent_clients_counts_too():
     problem = tiny_problem(num_clients=4)
-    dropout = ScriptedDropout((Absence(1, 2, 3), Absence(3, 1, 4)))
+    dropout = Dropout(absences=((1, 2, 3), (3, 1, 4)))
     simulation = FastSimulation(problem, make_recipe("aqg"), 0.05, dropout)
     for _ in range(5):
         expected = simulation.loss()

@@ -14,9 +14,9 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 
-from tests.problems import assert_same, crossed
+from tests.problems import check_engines, crossed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -119,29 +119,9 @@ PROBLEMS = {
 @pytest.mark.parametrize(("name", "recipe"), crossed(list(PROBLEMS), ["auto", "qsgd"]))
 def test_engine_equals_the_reference_bit_for_bit(name, recipe):
     problem = PROBLEMS[name]()
-    arguments = (problem, make_recipe(recipe), 0.08, BernoulliDropout(0.2, seed=8), 3)
-    reference = ReferenceSimulation(*arguments, training=MINIBATCHES)
-    fast = FastSimulation(
-        *arguments, training=MINIBATCHES, block_bytes=2 * problem.initial_params.nbytes
-    )
-    for _ in range(6):
-        assert fast.run_round() == reference.run_round()
-    assert fast.loss() == reference.loss()
+    arguments = (problem, make_recipe(recipe), 0.08, Dropout(0.2, seed=8), 3)
+    reference, fast = check_engines(*arguments, training=MINIBATCHES, rounds=6)
     assert fast.problem.measure(fast.parameters) == reference.problem.measure(reference.parameters)
-    assert_same(fast, reference)
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_run_that_is_resumed_ends_where_the_other_does(name):
-    problem = PROBLEMS[name]()
-    whole, expected = run(problem, "auto", rounds=8)
-    half, _ = run(problem, "auto", rounds=4)
-    arrays = half.state().to_arrays()
-    resumed = FastSimulation(problem, make_recipe("auto"), 0.08, training=MINIBATCHES)
-    resumed.restore(SimulationState.from_arrays(arrays))
-    assert [resumed.run_round() for _ in range(4)] == expected[4:]
-    np.testing.assert_array_equal(resumed.parameters, whole.parameters)
-    np.testing.assert_array_equal(resumed.statistics.to_array(), whole.statistics.to_array())
 
 
 def test_randomness_is_of_seed_client_and_round_and_not_of_torch():
@@ -278,13 +258,6 @@ def test_frozen_statistics_stay_as_they_are():
     assert simulation.statistics.buffers() is None
     assert sum(record.statistics_upload_bytes for record in records) == 0
     assert records[-1].loss < records[0].loss
-
-
-def test_models_with_random_layers_and_statistics_learn():
-    for name in "average", "local", "frozen":
-        simulation, records = run(PROBLEMS[name](), rounds=25, step_size=0.1)
-        assert records[-1].loss < 0.7 * records[0].loss, name
-        assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8, name
 
 
 def test_exact_gradients_go_on_refusing_before_the_first_round():

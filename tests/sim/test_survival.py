@@ -10,7 +10,7 @@ from aqg.data import load_dataset, parse_partition
 from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
-from aqg.sim.training import Absence, BernoulliDropout, ScriptedDropout
+from aqg.sim.training import Dropout
 
 
 def digits(model="softmax"):
@@ -47,14 +47,14 @@ def final_loss(problem, recipe, step_size, rounds, dropout=None):
 
 @pytest.mark.soak
 def test_nine_of_ten_rounds_missed_by_everyone():
-    dropout = BernoulliDropout(0.9, seed=0)
+    dropout = Dropout(0.9, seed=0)
     lost = final_loss(digits(), "auto", 0.02, 1500, dropout)
     assert lost < descend(digits(), 0.02, 1500) + 0.05
 
 
 @pytest.mark.soak
 def test_a_client_that_vanishes_for_500_rounds_and_returns():
-    dropout = ScriptedDropout((Absence(3, 100, 600),))
+    dropout = Dropout(absences=((3, 100, 600),))
     lost = final_loss(digits(), "auto", 0.05, 900, dropout)
     assert lost < descend(digits(), 0.05, 900) + 1e-3
 

@@ -20,11 +20,10 @@ from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
 from aqg.sim.record import DROPPED
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
-from aqg.sim.training import BernoulliDropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.wire import decode
 
-from tests.problems import SOME_RECIPES, assert_same, crossed, soak, tiny_problem
+from tests.problems import SOME_RECIPES, check_engines, check_torch, soak, tiny_problem
 
 FEATURES = {
     "minibatch": Training(LocalTraining(batch_size=8)),
@@ -53,36 +52,16 @@ def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **op
     [(n, f) for i, f in enumerate(FEATURES) for n in ("lean", ("gd", "qsgd", "onebit")[i % 3])],
 )
 def test_engine_equals_the_reference_bit_for_bit(name, feature):
-    options = {"training": FEATURES[feature], "dropout": BernoulliDropout(0.2, seed=8)}
-    reference = simulate(ReferenceSimulation, name, **options)
-    fast = simulate(FastSimulation, name, **options, block_bytes=2 * 21 * 8)
-    assert_same(fast, reference, rounds=15)
+    problem, recipe = tiny_problem(num_clients=6, unequal=True), make_recipe(name, max_staleness=15)
+    dropout = Dropout(0.2, seed=8)
+    check_engines(problem, recipe, 0.05, dropout, 4, training=FEATURES[feature], rounds=15)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_torch_tensors_train_alike(feature):
     pytest.importorskip("torch")
-    numpy = simulate(FastSimulation, "lean", FEATURES[feature])
-    torch = simulate(FastSimulation, "lean", FEATURES[feature], device="torch:cpu")
-    for _ in range(12):
-        assert torch.run_round().widths == numpy.run_round().widths
-    assert torch.parameters == pytest.approx(numpy.parameters, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("feature", "kind"), crossed(list(FEATURES), [ReferenceSimulation, FastSimulation])
-)
-def test_resumes_and_repeats_bit_for_bit(feature, kind):
-    whole = simulate(kind, "lean", FEATURES[feature])
-    records = [whole.run_round() for _ in range(7)]
-    saved = whole.state().to_arrays()
-    records += [whole.run_round() for _ in range(8)]
-    resumed = simulate(kind, "lean", FEATURES[feature])
-    resumed.restore(SimulationState.from_arrays(saved))
-    assert [resumed.run_round() for _ in range(8)] == records[7:]
-    assert_same(resumed, whole)
-    again = simulate(kind, "lean", FEATURES[feature])
-    assert [again.run_round() for _ in range(15)] == records
+    problem, recipe = tiny_problem(num_clients=6, unequal=True), make_recipe("lean")
+    check_torch(problem, recipe, 0.05, training=FEATURES[feature], rounds=12)
 
 
 @pytest.mark.parametrize("feature", ["minibatch", "sampling"])
@@ -255,7 +234,7 @@ def test_exactly_the_fraction_is_asked(fraction, expected):
 
 
 def test_sampling_comes_on_top_of_dropouts():
-    dropout = BernoulliDropout(0.5, seed=1)
+    dropout = Dropout(0.5, seed=1)
     simulation = simulate(FastSimulation, "gd", Training(participation=0.5), dropout=dropout)
     counts = [simulation.run_round().num_uploads for _ in range(40)]
     assert max(counts) <= 3
@@ -391,7 +370,7 @@ def test_fedavg_is_the_mean_of_those_who_took_part(engine):
     problem = tiny_problem(num_clients=10)
     training = Training(LocalTraining(batch_size=5, steps=3, rate=0.1), participation=0.5)
     natural = 0.1 * 3 / 10
-    dropout = BernoulliDropout(0.4, seed=3)
+    dropout = Dropout(0.4, seed=3)
     simulation = engine(problem, make_recipe("fedavg"), natural, dropout, 1, training=training)
     counts = set()
     for number in range(1, 9):

@@ -17,7 +17,7 @@ from aqg.errors import WireError
 from aqg.wire import Known, decode, encode
 from aqg.wire.context import make_hints
 from aqg.wire.frame import MIDTREAD_BIT, Mode
-from aqg.wire.sections import encode_planes, split_dense, split_levels
+from aqg.wire.sections import encode_planes, split_floats, split_levels
 from aqg.wire.varint import write_varint
 
 from tests.wire.samples import FIELD_MODES, field_message, laplace_upload
@@ -54,7 +54,7 @@ def good_frames():
             body = encode(message)[1:4] + write_varint(len(message)) + payload
             frames.append((sealed(bytes([0x20 | Mode.CODED]) + body, len(message)), len(message)))
         elif isinstance(message, DenseUpload):
-            payload = encode_planes(split_dense(message.dense), threads=1)
+            payload = encode_planes(split_floats(message.dense), threads=1)
             body = bytes([0x20 | Mode.DENSE_CODED]) + write_varint(len(message)) + payload
             frames.append((sealed(body, len(message)), len(message)))
     for length in (1, 40, 700):

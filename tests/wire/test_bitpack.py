@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqg.core.grids import level_dtype
-from aqg.errors import ConfigError, MessageError, WireError
-from aqg.wire.bitpack import BLOCK_LENGTH, pack, packed_size, unpack
+from aqg.errors import MessageError, WireError
+from aqg.wire.bitpack import pack, packed_size, unpack
 
 
 def random_levels(width, length, seed=0):
@@ -32,24 +32,6 @@ def test_kernels_agree_with_numpy(width, length, seed):
     np.testing.assert_array_equal(unpacked, levels)
 
 
-@pytest.mark.parametrize("width", range(1, 17))
-def test_level_i_starts_at_bit_i_times_width(width):
-    levels = random_levels(width, 37)
-    number = int.from_bytes(pack(levels, width).tobytes(), "little")
-    for i, level in enumerate(levels):
-        assert number >> (i * width) & ((1 << width) - 1) == level
-    assert number >> (len(levels) * width) == 0
-
-
-@pytest.mark.parametrize("width", [1, 3, 4, 11])
-def test_blocks_on_threads_are_seamless(width):
-    levels = random_levels(width, 2 * BLOCK_LENGTH + 13)
-    packed = pack(levels, width, threads=3)
-    np.testing.assert_array_equal(packed, pack(levels, width, threads=1))
-    np.testing.assert_array_equal(packed[: 4 * width], packed_by_numpy(levels[:32], width))
-    np.testing.assert_array_equal(unpack(packed, width, len(levels), threads=3), levels)
-
-
 def test_views_are_packed_like_copies():
     levels = random_levels(5, 400)
     np.testing.assert_array_equal(pack(levels[::3], 5), pack(levels[::3].copy(), 5))
@@ -70,5 +52,3 @@ def test_levels_that_do_not_fit_are_refused():
         pack(np.array([1, 8], np.uint8), 3)
     with pytest.raises(MessageError, match=r"width 17 is outside 1\.\.16"):
         pack(np.array([1], np.uint16), 17)
-    with pytest.raises(ConfigError, match="threads is 0"):
-        pack(np.array([1], np.uint8), 3, threads=0)

@@ -97,17 +97,17 @@ HALVES = np.array([1, -1], np.float16)
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (lambda: HalfUpload(np.ones(2), 0), "values are 1-d float64, not 1-d float16"),
+        (lambda: HalfUpload(np.ones(2), 0), "values are float64 .*; they must be float16"),
         (lambda: HalfUpload(HALVES, 101), "exponent 101 is outside -100..100"),
         (lambda: HalfUpload(HALVES * np.float16("inf"), 0), "NaN or infinity"),
-        (lambda: SparseUpload(INDICES[:1], HALVES, 0, 5), "2 values need as many int64"),
+        (lambda: SparseUpload(INDICES[:1], HALVES, 0, 5), "indices .*; they must be 2 int64"),
         (lambda: SparseUpload(INDICES, HALVES, 0, 3), "indices 1..3 do not lie in 0..2"),
         (lambda: SparseUpload(INDICES[::-1], HALVES, 0, 5), "do not increase"),
         (lambda: SparseUpload(INDICES, HALVES * 0, 0, 5), "NaN, infinity or zero"),
-        (lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32)), "need 2 float32"),
+        (lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32)), "must be 2 float32"),
         (
             lambda: BlockUpload(np.ones(300, np.uint8), np.ones(1, np.float32), 100),
-            "need 3 float32",
+            "must be 3 float32",
         ),
         (lambda: BlockUpload(np.ones(1, np.uint8), np.ones(1, np.float32), 0), "not 1..1048576"),
         (
@@ -116,9 +116,9 @@ HALVES = np.array([1, -1], np.float16)
         ),
         (
             lambda: RotatedUpload(np.full(4, 4, np.uint8), np.ones(1, np.float32), 0, 3, 2),
-            "code 4 does not have 2 bits",
+            "code 4 is not of 2 bits",
         ),
-        (lambda: BlockUpload(np.ones(3), np.ones(1, np.float32)), "levels are 1-d float64"),
+        (lambda: BlockUpload(np.ones(3), np.ones(1, np.float32)), "levels are float64"),
         (
             lambda: BlockUpload(np.full(3, 255, np.uint8), np.ones(1, np.float32)),
             "level 255 is above 254",
@@ -127,7 +127,10 @@ HALVES = np.array([1, -1], np.float16)
             lambda: BlockUpload(np.ones(3, np.uint8), np.full(1, 0.3, np.float32)),
             "step 0.30.* of a block is not a bfloat16",
         ),
-        (lambda: RotatedUpload(np.ones(3, np.uint8), np.ones(1, np.float32), 0, 3), "need 4 and 1"),
+        (
+            lambda: RotatedUpload(np.ones(3, np.uint8), np.ones(1, np.float32), 0, 3),
+            "signs .*; they must be 4 uint8",
+        ),
         (lambda: RotatedUpload(np.ones(4), np.ones(1), 0, 3), "signs are float64"),
         (
             lambda: RotatedUpload(np.ones(4, np.uint8), np.ones(1, np.float32), 1 << 32, 3),
@@ -135,7 +138,7 @@ HALVES = np.array([1, -1], np.float16)
         ),
         (
             lambda: RotatedUpload(np.full(4, 2, np.uint8), np.ones(1, np.float32), 0, 3),
-            "sign 2 is neither",
+            "code 2 is not of 1 bits",
         ),
         (
             lambda: RotatedUpload(np.ones(4, np.uint8), -np.ones(1, np.float32), 0, 3),

@@ -7,20 +7,21 @@ anything else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import zlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg import __version__
 from aqg.channel.copies import PublicCopy, xor
 from aqg.channel.first import decode_first
-from aqg.channel.server import MOVING, OPEN, agreement
+from aqg.channel.server import FORGETTING, MOVING, OPEN, agreement
 from aqg.channel.tensors import (
     Kind,
     Schema,
@@ -31,47 +32,64 @@ from aqg.channel.tensors import (
     kinds_of,
     vector_dtype,
 )
-from aqg.core.public import Public
 from aqg.core.recipes import make_recipe
-from aqg.core.track import Track
 from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
 from aqg.protocol.client import intact_base, log_reply, short
+from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
-from aqg.protocol.mirrors import Snapshot, answer, lost_reply, stale_reply
-from aqg.protocol.store import ArrayStore
+from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
+from aqg.protocol.store import ArrayStore, ClientStore
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import read_varint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.store import ClientStore, Vault
+    from aqg.protocol.store import Vault
 
 _logger = logging.getLogger("aqg.channel")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
-class Memory(Protocol):
-    """Where a client remembers."""
+class Memory:
+    """What a client remembers; subclasses say where, in `runs` and `vault`."""
 
-    def terms(self) -> Iterable[Order]:
-        """Return the terms of the models that are held, the likeliest first."""
+    def runs(self) -> Iterable[str]:
+        """Return the names of what is held, the likeliest first."""
+        raise NotImplementedError
+
+    def vault(self, run: str, name: str) -> Vault:
+        """Return the place for a part of what is remembered of a run, by its own name."""
+        raise NotImplementedError
+
+    def terms(self) -> Iterator[Order]:
+        """Yield the terms of the models that are held, the likeliest first."""
+        for run in self.runs():
+            terms = self.copies(run).terms()
+            if terms is not None:
+                yield terms
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
+        return CopyStore(self.vault(run, run), run)
 
     def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
         """Return the place for the mirror of the updates to some of its tensors."""
+        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
+        name = f"{run}-{choice.hexdigest()}"
+        return ClientStore(self.vault(run, name), name)
 
     def own(self, run: str) -> OwnTensors:
         """Return the place for tensors that the client keeps to itself."""
+        name = f"{run}-own"
+        return OwnTensors(self.vault(run, name), name)
 
 
 class OutOfReachError(Exception):
@@ -118,6 +136,11 @@ class Held(NamedTuple):
     def is_open(self) -> bool:
         """Whether the client may choose among the tensors."""
         return bool(self.order.layout[0] & OPEN)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nothing of it is to be held when it was answered."""
+        return _is_forgotten(self.order)
 
     @property
     def is_completed(self) -> bool:
@@ -168,7 +191,7 @@ def receive(
     recipe: Recipe | None = None,
     start: Callable[[], Values | None] = lambda: None,
 ) -> Held:
-    """Return the model that an order is about, and remember it.
+    """Return the model that an order is about, and remember it where the order allows that.
 
     Args:
         part: the order.
@@ -186,14 +209,15 @@ def receive(
         order = order_from_bytes(part, memory.terms())
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
-    store = memory.copies(order.run)
+    store = None if _is_forgotten(order) else memory.copies(order.run)
     if order.first:
         try:
             whole = decode_first(order.first, start)
         except OtherModelError as error:
             raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
     copy, schema, made = _open(order, whole, store, version, recipe)
-    store.save(copy, schema, order)
+    if store is not None:
+        store.save(copy, schema, order)
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
     held = Held(replace(order, movement=movement), schema, values, made)
@@ -205,11 +229,15 @@ def receive(
     return held
 
 
+def _is_forgotten(order: Order) -> bool:
+    return bool(order.layout[0] & FORGETTING)
+
+
 def _open(
-    order: Order, whole: Values | None, store: CopyStore, version: str, recipe: Recipe | None
+    order: Order, whole: Values | None, store: CopyStore | None, version: str, recipe: Recipe | None
 ) -> tuple[PublicCopy, Schema, Recipe]:
     """Return the copy that an order leads to; that before it is not held any more."""
-    found = None if whole is not None else store.load()
+    found = None if whole is not None or store is None else store.load()
     if whole is None and found is None:
         raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
     schema = found[1] if found is not None else Schema.of(whole or {})
@@ -369,6 +397,9 @@ def _respond(
             digest=zero.digest,
             fingerprint=agreement(recipe, size, dtype, order.seed, schema),
         )
+    if held.is_forgotten:
+        nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
+        return answer(recipe, nothing, order, make(chosen), loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
@@ -408,8 +439,7 @@ class OwnTensors:
         """Write the tensors, whole or not at all."""
         self.load()  # numbers in use are not used again
         own = {name: self._arrays.write(tensor) for name, tensor in values.items()}
-        numbers = {int(cell["number"]) for cell in own.values() if "number" in cell}
-        self._arrays.commit(json.dumps({"key": self._key, "own": own}), numbers)
+        self._arrays.commit({"key": self._key, "own": own})
 
 
 class CopyStore:
@@ -449,15 +479,10 @@ class CopyStore:
             index = self._read_index()
             if index is None:
                 return None
-            self._arrays.reserve(_numbers_in(index))
-            position, velocity, direction = (
-                self._arrays.read(cell)[None] for cell in index["track"]
-            )
-            track = Track(position, velocity, direction, np.ones(1, np.bool_))
-            history, quantum = tuple(map(float, index["history"])), float(index["quantum"])
+            self._arrays.reserve(index)
             copy = PublicCopy(
                 bytes.fromhex(index["layout"]),
-                Public(int(index["version"]), track, history, quantum, index["mark"]),
+                self._arrays.read_public(index["public"]),
                 {name: self._arrays.read(cell) for name, cell in index["kept"].items()},
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
@@ -469,29 +494,20 @@ class CopyStore:
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""
-        index = {
+        index: dict[str, Any] = {
             "key": self._key,
             "terms": to_bytes(terms_of_run(order)).hex(),
-            "version": copy.version,
-            "history": list(copy.public.history),
-            "quantum": copy.public.quantum,
-            "mark": copy.public.mark,
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
-            "track": [self._arrays.write(part[0]) for part in copy.public.track[:3]],
+            "public": self._arrays.write_public(copy.public),
             "kept": {name: self._arrays.write(tensor) for name, tensor in copy.kept.items()},
             "digests": {name: digest.hex() for name, digest in copy.digests.items()},
             "digest": copy.digest.hex(),
         }
         index["checksum"] = _checksum(index)
-        self._arrays.commit(json.dumps(index), _numbers_in(index))
+        self._arrays.commit(index)
 
 
 def _checksum(index: dict[str, Any]) -> int:
     """Return the CRC-32 of an index; large arrays have checksums of their own."""
     return zlib.crc32(json.dumps(index, sort_keys=True).encode())
-
-
-def _numbers_in(index: dict[str, Any]) -> set[int]:
-    cells = [*index["track"], *index["kept"].values()]
-    return {int(cell["number"]) for cell in cells if "number" in cell}

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from aqg.objectives.layout import TensorSpec
     from aqg.protocol.messages import Reply
 
-OPEN, MOVING = 1, 2
+OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors
-are compressed; and whether the vector has a velocity."""
+are compressed; whether the vector has a velocity; and whether the client is to hold nothing."""
 
 
 _CAUTION = 0.03
@@ -283,7 +283,7 @@ class Channel:
             uploads=stamp.uploads,
             digest=stamp.digest,
             evaluate=evaluate,
-            layout=_layout(self._is_open, copy),
+            layout=self._flagged(self._is_open, copy),
             constants=self._beside(),
             public=copy.digest,
             log=b"" if position == copy.version else self._entries(place, position, is_behind),
@@ -366,8 +366,9 @@ class Channel:
     def note(self, node: int, phase: Phase) -> None:
         """Take note that a node holds the copy of a phase."""
         place = self._place(node)
-        self._positions[place] = max(phase.version, self._positions.get(place, 0))
-        self._informed[place] = _layout(phase.is_open, phase.copy)
+        version = 0 if self._settings.forgets else phase.version
+        self._positions[place] = max(version, self._positions.get(place, 0))
+        self._informed[place] = self._flagged(phase.is_open, phase.copy)
         self._offered.pop(place, None)
 
     def forget(self, node: int) -> None:
@@ -431,7 +432,8 @@ class Channel:
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read, and of what the node then holds."""
         if taken.peer is not None:
-            self._peers[self._place(taken.node)] = taken.layout, taken.peer
+            if not self._settings.forgets:
+                self._peers[self._place(taken.node)] = taken.layout, taken.peer
             if not isinstance(taken.message, Skip):
                 self._num_sent += num_nonzero(taken.message)
                 self._energy += energy_of(taken.message) if self._recipe.noise else 0.0
@@ -610,14 +612,14 @@ class Channel:
 
     def _cut(self) -> None:
         """Drop entries that no node wants, or that together are longer than the model."""
-        self._log.cut(min(self._positions.values(), default=self._copy.version))
+        held = [] if self._settings.forgets else self._positions.values()
+        self._log.cut(min(held, default=self._copy.version))
         self._log.bound(self.whole_bytes)
 
-
-def _layout(is_open: bool, copy: PublicCopy) -> bytes:
-    """Return which tensors are compressed, as orders say it."""
-    flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
-    return bytes([flags]) + copy.layout
+    def _flagged(self, is_open: bool, copy: PublicCopy) -> bytes:
+        """Return which tensors are compressed, as orders say it."""
+        flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
+        return bytes([flags + FORGETTING * self._settings.forgets]) + copy.layout
 
 
 def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:

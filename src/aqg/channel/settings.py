@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from aqg.core.downlink import AUTO, Condensed, make_downlink
-from aqg.core.recipe import SAMPLED, Recipe
+from aqg.core.recipe import SAMPLED, Recipe, require_memory
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.start import require_way
@@ -31,6 +31,8 @@ class Settings:
         own: a recipe that is used in place of the named one; clients must have an equal one.
         updates: their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`.
         start: how the first model travels (`aqg.channel.first`).
+        memory: what clients hold between rounds, the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it.
 
     """
 
@@ -45,11 +47,19 @@ class Settings:
     own: Recipe | None = None
     updates: str = SAMPLED
     start: str = "exact"
+    memory: str = "model"
+
+    @property
+    def forgets(self) -> bool:
+        """Whether clients hold nothing between rounds."""
+        return self.memory == "none"
 
     def make_recipe(self) -> Recipe:
-        """Return the compressor."""
+        """Return the compressor, after checking that clients hold what it needs."""
         made = self.own or make_recipe(self.recipe, self.bits, self.max_staleness)
-        return made.for_updates(self.updates)
+        made = made.for_updates(self.updates)
+        require_memory(self.memory, made)
+        return made
 
 
 def make_settings(
@@ -63,6 +73,7 @@ def make_settings(
     seed: int = 0,
     clip: Callable[[], float | None] = lambda: None,
     start: str = "exact",
+    memory: str = "model",
 ) -> Settings:
     """Return settings as users write them; ``downlink`` is by default the recipe's own.
 
@@ -75,7 +86,7 @@ def make_settings(
     own = make_recipe(recipe, bits, max_staleness).downlink
     if own == "full":  # one that sends whole models has none that fits here
         own = Condensed.name
-    return Settings(
+    settings = Settings(
         recipe=recipe,
         bits=bits,
         max_staleness=max_staleness,
@@ -85,7 +96,10 @@ def make_settings(
         downlink=_condensed(downlink or own),
         clip=clip,
         start=start,
+        memory=memory,
     )
+    settings.make_recipe()
+    return settings
 
 
 def _require_recipe(recipe: str) -> None:

@@ -20,7 +20,7 @@ from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.public import lies_on_grid, mark_after
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
-from aqg.errors import MessageError
+from aqg.errors import ConfigError, MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import encode_entry, known_velocity
@@ -107,6 +107,8 @@ class SteppingChannel(Channel):
         stepping: Stepping,
         travel: Travel,
     ) -> None:
+        if settings.forgets and travel.own:
+            raise ConfigError("memory is 'none' with statistics that clients keep to themselves")
         super().__init__(run, values, settings, travel.kinds)
         self._is_open = False
         self._stepping = stepping
@@ -244,7 +246,9 @@ class SteppingChannel(Channel):
         bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
         return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
 
-    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:  # noqa: ARG002
+    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+        if self._settings.forgets:
+            return super()._peer(place, layout, size, dtype)
         return self.book.state.peers[place]
 
     def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -138,10 +138,9 @@ def vector_dtype(specs: Iterable[TensorSpec]) -> str:
     return "float64" if any(spec.dtype == "float64" for spec in specs) else "float32"
 
 
-def flatten(values: Values, specs: Sequence[TensorSpec]) -> FloatArray:
-    """Return tensors as one vector."""
-    dtype = np.dtype(vector_dtype(specs))
-    vector = np.empty(sum(spec.size for spec in specs), dtype)
+def flatten(values: Values, specs: Sequence[TensorSpec], dtype: Any = None) -> NDArray[Any]:
+    """Return tensors as one vector, by default in the precision of a model's."""
+    vector = np.empty(sum(spec.size for spec in specs), dtype or vector_dtype(specs))
     position = 0
     for spec in specs:
         vector[position : position + spec.size] = values[spec.name].reshape(-1)
@@ -150,7 +149,7 @@ def flatten(values: Values, specs: Sequence[TensorSpec]) -> FloatArray:
 
 
 def unflatten(
-    vector: FloatArray, specs: Sequence[TensorSpec], dtype: np.dtype[Any] | None = None
+    vector: NDArray[Any], specs: Sequence[TensorSpec], dtype: np.dtype[Any] | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of a vector, each in its own precision, or all in one."""
     tensors: dict[str, Tensor] = {}

@@ -89,8 +89,7 @@ def advise(
     rate = fewest_bits = None
     if convexity:
         numbers = (alpha, weights, smoothness, convexity)
-        contraction = theory.contraction(*numbers)
-        found = [0.0 if contraction is None else contraction.c]
+        found = [theory.contraction(*numbers) or 0.0]
         if wider is not None:
             found.append(theory.contraction_within_tolerance(*numbers) or 0.0)
         rate = 1 - max(found) if max(found) > 0 else None

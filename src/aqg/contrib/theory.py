@@ -156,14 +156,6 @@ def local_curvature(
     return Curvature(extreme("LA"), extreme("SA") if smallest else float("nan"))
 
 
-@dataclass(frozen=True)
-class Contraction:
-    """``V^{k+1} ≤ (1 - c) V^k``, up to quantization errors, and the ``ρ2`` that gives it."""
-
-    c: float
-    rho2: float
-
-
 def largest_step_size(weight_sum: float, smoothness: float) -> float:
     """Return the supremum of Lemma 1's step sizes; 0 where there is none.
 
@@ -206,15 +198,16 @@ def early_weight_sum(weights: Sequence[float]) -> float:
 
 def contraction(
     alpha: float, weights: Sequence[float], smoothness: float, strong_convexity: float
-) -> Contraction | None:
+) -> float | None:
     """Return Lemma 2's ``c`` with the best ``ρ2`` and ``ρ1 → 0``; None outside the region.
 
+    ``V^{k+1} ≤ (1 - c) V^k``, up to quantization errors, with
     ``c = min{μα[1 - 2(αL + 2S)(1 + ρ2)], κ[1/2 - (αL/2 + S)(1 + 1/ρ2)]}`` with
     ``κ = min_d ξ_d / Σ_{j≥d} ξ_j``. (The paper's third term of ``c`` has ``+β_{d+1}/β_d``; its own
     derivation gives ``-β_{d+1}/β_d``, which is used here.) The first falls in ``ρ2`` and the second
     rises, so that bisection finds where they meet.
 
-    >>> round(contraction(0.1, (), smoothness=1.0, strong_convexity=0.1).c, 6)
+    >>> round(contraction(0.1, (), smoothness=1.0, strong_convexity=0.1), 6)
     0.008
     """
     check_positive(alpha, smoothness)
@@ -227,7 +220,7 @@ def contraction(
         return strong_convexity * alpha * (1 - 2 * load * (1 + rho2))
 
     if weight_sum == 0:
-        return Contraction(gradient_term(0.0), 0.0)
+        return gradient_term(0.0)
     share = slowest_share(weights)
 
     def movement_term(rho2: float) -> float:
@@ -240,7 +233,7 @@ def contraction(
             low = middle
         else:
             high = middle
-    return Contraction(min(gradient_term(low), movement_term(low)), low)
+    return min(gradient_term(low), movement_term(low))
 
 
 def contraction_within_tolerance(

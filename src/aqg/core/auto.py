@@ -66,7 +66,7 @@ NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
 FIRST = 0.2
 """What the first step moves the model by at most, in its own length."""
-LONGEST_FIRST = 8
+LONGEST_FIRST = 16
 """Likewise, in steps of federated averaging."""
 AVERAGE = 8
 """``γ``: the mean over the models is about that of the last ``1/(γ + 1)`` of them."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Affine, Grid, level_dtype
-from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray, Levels
+from aqg.core.types import BoolArray, Float64Array, FloatArray, Levels
 from aqg.jit import njit, part
 
 _BLOCK = 1024
@@ -33,15 +33,6 @@ class Innovation(NamedTuple):
     steps: Float64Array  # the step each width ``b = 1..b_max`` would send, on the last axis
     errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
     quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
-
-    def of(self, clients: IntArray | int) -> Innovation:
-        return Innovation(
-            np.asarray(self.in_range[clients]),
-            np.asarray(self.squared_norm[clients]),
-            self.steps[clients],
-            self.errors[clients],
-            np.asarray(self.quantized_norm[clients]),
-        )
 
 
 def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:

@@ -67,11 +67,7 @@ class Upload(ByValue):
             raise MessageError(f"width {self.width} is outside 1..{MAX_WIDTH}")
         if not is_valid_step(self.step):
             raise MessageError(f"step {self.step!r} is not a bfloat16 number in range")
-        if self.levels.ndim != 1 or self.levels.dtype != level_dtype(self.width):
-            raise MessageError(
-                f"levels are {self.levels.ndim}-d {self.levels.dtype}; "
-                f"width {self.width} needs 1-d {level_dtype(self.width).__name__}"
-            )
+        _require("levels", self.levels, level_dtype(self.width))
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -89,9 +85,16 @@ class Upload(ByValue):
         return table[self.levels]
 
 
-def _require_kind(what: str, array: NDArray[Any], dtype: type[np.generic]) -> None:
-    if array.ndim != 1 or array.dtype != dtype:
-        raise MessageError(f"{what} are {array.ndim}-d {array.dtype}, not 1-d {dtype.__name__}")
+def _require(
+    what: str, array: NDArray[Any], dtype: type[np.generic], length: int | None = None
+) -> None:
+    shape = array.shape if length is None else (length,)
+    if array.ndim != 1 or array.shape != shape or array.dtype != dtype:
+        count = "" if length is None else f"{length} "
+        raise MessageError(
+            f"{what} are {array.dtype} of shape {array.shape}; "
+            f"they must be {count}{dtype.__name__} in a row"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +104,7 @@ class DenseUpload(ByValue):
     dense: NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        _require_kind("values", self.dense, np.float32)
+        _require("values", self.dense, np.float32)
 
     width: ClassVar[int] = 32
 
@@ -137,7 +140,7 @@ def to_halves(vector: FloatArray) -> tuple[NDArray[np.float16], int]:
 
 
 def check_halves(halves: NDArray[np.float16], exponent: int) -> None:
-    _require_kind("values", halves, np.float16)
+    _require("values", halves, np.float16)
     if not -MAX_EXPONENT <= exponent <= MAX_EXPONENT:
         raise MessageError(f"exponent {exponent} is outside -{MAX_EXPONENT}..{MAX_EXPONENT}")
 
@@ -191,11 +194,7 @@ class SparseUpload(ByValue):
 
     def __post_init__(self) -> None:
         check_halves(self.halves, self.exponent)
-        if self.indices.shape != self.halves.shape or self.indices.dtype != np.int64:
-            raise MessageError(
-                f"indices are {self.indices.dtype} of shape {self.indices.shape}; "
-                f"{len(self.halves)} values need as many int64"
-            )
+        _require("indices", self.indices, np.int64, len(self.halves))
 
     width: ClassVar[int] = 16
 
@@ -245,9 +244,8 @@ def quantize_blocks(vector: FloatArray) -> tuple[NDArray[np.uint8], NDArray[np.f
     """
     rows = _in_blocks(vector, BLOCK)
     steps = _rounded_up(np.abs(rows).max(axis=1) / TOP)
-    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
-    levels = np.rint(rows * inverses[:, None]) + TOP
-    return levels.astype(np.uint8).ravel()[: len(vector)], steps.astype(np.float32)
+    levels = np.rint(_over(rows, steps)[: len(vector)]) + TOP
+    return levels.astype(np.uint8), steps.astype(np.float32)
 
 
 def quantize_buckets(
@@ -259,8 +257,7 @@ def quantize_buckets(
     """
     rows = _in_blocks(vector, block)
     steps = _rounded_up(np.sqrt(np.square(rows).sum(axis=1)) / num_levels)
-    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
-    scaled = (rows * inverses[:, None]).ravel()[: len(vector)]
+    scaled = _over(rows, steps)[: len(vector)]
     levels = np.clip(np.floor(scaled + uniform), -num_levels, num_levels) + TOP
     return levels.astype(np.uint8), steps.astype(np.float32)
 
@@ -269,6 +266,12 @@ def _in_blocks(vector: FloatArray, block: int) -> Float64Array:
     padded = np.zeros(num_blocks(len(vector), block) * block)
     padded[: len(vector)] = vector
     return padded.reshape(-1, block)
+
+
+def _over(rows: Float64Array, steps: Float64Array) -> Float64Array:
+    """Return all blocks, each over its step, in one row; zeros where the step is zero."""
+    inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
+    return (rows * inverses[:, None]).ravel()
 
 
 def _rounded_up(raw: Float64Array) -> Float64Array:
@@ -289,13 +292,8 @@ class BlockUpload(ByValue):
     def __post_init__(self) -> None:
         if not 1 <= self.block <= LONGEST_BLOCK:
             raise MessageError(f"blocks have {self.block} coordinates, not 1..{LONGEST_BLOCK}")
-        _require_kind("levels", self.levels, np.uint8)
-        expected = num_blocks(len(self.levels), self.block)
-        if self.steps.shape != (expected,) or self.steps.dtype != np.float32:
-            raise MessageError(
-                f"steps are {self.steps.dtype} of shape {self.steps.shape}; "
-                f"{len(self.levels)} levels need {expected} float32"
-            )
+        _require("levels", self.levels, np.uint8)
+        _require("steps", self.steps, np.float32, num_blocks(len(self.levels), self.block))
 
     width: ClassVar[int] = 8
 
@@ -461,16 +459,8 @@ class RotatedUpload(ByValue):
         if self.width not in WIDTHS:
             raise MessageError(f"a rotated upload has {self.width} bits, not one of {WIDTHS}")
         lengths = block_lengths(self.length)
-        if self.signs.shape != (sum(lengths),) or self.scales.shape != (len(lengths),):
-            raise MessageError(
-                f"{self.signs.shape} signs and {self.scales.shape} scales; {self.length} rotated "
-                f"coordinates need {sum(lengths)} and {len(lengths)}"
-            )
-        if self.signs.dtype != np.uint8 or self.scales.dtype != np.float32:
-            raise MessageError(
-                f"signs are {self.signs.dtype} and scales {self.scales.dtype}, "
-                "not uint8 and float32"
-            )
+        _require("signs", self.signs, np.uint8, sum(lengths))
+        _require("scales", self.scales, np.float32, len(lengths))
         if not 0 <= self.seed < 1 << 32:
             raise MessageError(f"seed {self.seed} of a rotation is outside 0..2^32 - 1")
 
@@ -479,9 +469,7 @@ class RotatedUpload(ByValue):
 
     def validate(self) -> None:
         if len(self.signs) and int(self.signs.max()) >> self.width:
-            if self.width == 1:
-                raise MessageError(f"sign {int(self.signs.max())} is neither 0 nor 1")
-            raise MessageError(f"code {int(self.signs.max())} does not have {self.width} bits")
+            raise MessageError(f"code {int(self.signs.max())} is not of {self.width} bits")
         if not (np.isfinite(self.scales) & ~np.signbit(self.scales)).all():
             raise MessageError("a scale of a rotated upload is negative, NaN or infinite")
 

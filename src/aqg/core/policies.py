@@ -10,14 +10,13 @@ upload, the paper's criterion (its equation 5) for width ``b`` is ``‖Q_bmax(Δ
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from aqg.core.kernels import Innovation
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError
-from aqg.jit import njit
 
 
 class Decision(NamedTuple):
@@ -144,44 +143,21 @@ class Tolerance:
 
     def decide(self, case: Case) -> Decision:
         """Send what is needed to be good enough, no more."""
-        squared_norms, errors = case.innovation.squared_norm, case.innovation.errors
-        tolerances = np.array(case.movement, ndmin=1, copy=None)
-        shape = squared_norms.shape
-        if len(shape) != 1:  # one client, or several axes of them
-            squared_norms = squared_norms.reshape(-1)
-            errors = errors.reshape(-1, errors.shape[-1])
-            tolerances = tolerances.reshape(-1)
-        squared_norms, errors = map(np.ascontiguousarray, (squared_norms, errors))
-        send = np.empty(len(squared_norms), np.bool_)
-        widths = np.empty(len(squared_norms), np.int64)
-        _tolerate(squared_norms, errors, tolerances, self.eta, send, widths)
-        if len(shape) == 1:
-            return Decision(send, widths)
-        return Decision(send.reshape(shape), widths.reshape(shape))
-
-
-@njit()
-def _tolerate(
-    squared_norms: Any, errors: Any, tolerances: Any, eta: Any, send: Any, widths: Any
-) -> None:
-    """Write the decisions of `Tolerance`, for one tolerance for all clients or one for each."""
-    for m in range(len(squared_norms)):
-        tolerance = tolerances[m % len(tolerances)]
-        send[m] = squared_norms[m] > tolerance
-        width = errors.shape[1]
-        for b in range(width - 1, 0, -1):
-            if errors[m, b - 1] <= eta * tolerance:
-                width = b
-        widths[m] = width
+        tolerance = np.asarray(case.movement)
+        is_enough = case.innovation.errors <= self.eta * tolerance[..., None]
+        is_enough[..., -1] = True
+        send = np.asarray(case.innovation.squared_norm > tolerance)
+        return Decision(send, np.asarray(is_enough.argmax(axis=-1) + 1))
 
 
 @dataclass(frozen=True)
-class StageWidth:
-    """Send every round, with the width that a `aqg.core.stages.LossSchedule` gives."""
+class ScheduledWidth:
+    """Send every round, ``q`` levels of either sign that a `aqg.core.stages.LossSchedule` gives."""
 
     def decide(self, case: Case) -> Decision:
         shape = case.innovation.squared_norm.shape
-        return Decision(np.ones(shape, np.bool_), np.full(shape, case.movement, np.int64))
+        lengths = np.frexp(case.movement)[1]  # of ``q`` in bits
+        return Decision(np.ones(shape, np.bool_), np.full(shape, lengths + 1, np.int64))
 
 
 @dataclass(frozen=True)

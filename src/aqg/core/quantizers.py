@@ -48,8 +48,7 @@ class Request(NamedTuple):
     step: float = 0.0  # the step that was measured for this width; 0 where steps are not measured
     squared_norm: float = math.nan  # ``‖v‖²``
     key: tuple[int, ...] = ()  # integers (seed, client, round) that make the message's randomness
-    # what a stage of the recipe has to say to the quantizer; nothing, mostly
-    advice: tuple[float, ...] = ()
+    movement: float = math.nan  # what the policy compared with
     noise: float = 1.0  # ``b``, the noise that the upload may carry, in the vector's own energy
 
 
@@ -128,12 +127,11 @@ class Sign(Quantizer):
 
 
 @dataclass(frozen=True)
-class QsgdAtWidth(Quantizer):
-    """QSGD with ``q = 2^(b-2)`` levels at ``b`` bits, or with as many as the advice says."""
+class ScheduledLevels(Quantizer):
+    """QSGD with as many levels as a `aqg.core.stages.LossSchedule` gives."""
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        num_levels = int(request.advice[0]) if request.advice else 1 << (request.width - 2)
-        return Stochastic(num_levels).quantize(vector, request)
+        return Stochastic(int(request.movement)).quantize(vector, request)
 
 
 @dataclass(frozen=True)

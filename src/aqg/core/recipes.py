@@ -22,7 +22,7 @@ from aqg.core.policies import (
     LazyOwn,
     Multilevel,
     Policy,
-    StageWidth,
+    ScheduledWidth,
     Tolerance,
     TwoLevel,
 )
@@ -33,8 +33,8 @@ from aqg.core.quantizers import (
     Buckets,
     GridQuantizer,
     Half,
-    QsgdAtWidth,
     Rotated,
+    ScheduledLevels,
     Sign,
     SparseTernary,
     Stochastic,
@@ -314,8 +314,8 @@ def _dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
         if not float(value).is_integer():
             raise ConfigError(f"{name} is {value}; it must be a whole number")
     return Recipe(
-        policy=StageWidth(),
-        quantizer=QsgdAtWidth(),
+        policy=ScheduledWidth(),
+        quantizer=ScheduledLevels(),
         stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
         step="dog",
     )

@@ -120,7 +120,6 @@ def compress(
         (news.seed, news.first, news.round),
         news.noise,
         flow.stored_errors,
-        flow.advice,
     )
     uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
     faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []
@@ -141,16 +140,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     def mirrors() -> Sequence[FloatArray]:
         return space.rows(state.track.position, sent.senders)
 
-    outcome = Outcome(
-        gaps.vectors,
-        gaps.innovation,
-        gaps.senders,
-        gaps.skipping,
-        gaps.faulty,
-        sent.uploads,
-        space,
-        mirrors,
-    )
+    outcome = Outcome(*gaps[:5], sent.uploads, space, mirrors)
     stages = dict(state.stages)
     for stage in recipe.stages:
         settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)

@@ -11,9 +11,9 @@ not published. What clients hold, the position of the public track, is the model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -438,11 +438,11 @@ def init_server(
     check_precision(parameters.dtype)
     track = init_mirrors(recipe.memory, len(parameters), parameters.dtype)
     model = init_model(recipe, parameters, step)
-    return ServerState(model, PerClient(int(num_clients), Peer(track, held=held)))
+    return ServerState(model, PerClient.alike(int(num_clients), Peer(track, held=held)))
 
 
 def join_server(model: Model, all_peers: Sequence[Peer]) -> ServerState:
-    peers = PerClient(len(all_peers), all_peers[0])
+    peers = PerClient.alike(len(all_peers), all_peers[0])
     for client, peer in enumerate(all_peers):
         peers = peers.replaced(client, peer)
     return ServerState(model, peers)
@@ -554,61 +554,39 @@ def age_weight(age: int) -> float:
 
 
 Value = TypeVar("Value")
+_ROW = 1 << 10
 
-_FANOUT = 32
 
-
-class PerClient(Generic[Value]):
+@dataclass(frozen=True)
+class PerClient(Sequence[Value]):
     """An immutable sequence, all of whose entries are alike at first.
 
-    `replaced` shares everything but a path of a tree with the old sequence: its cost does not
-    depend on the length but for a logarithm, and entries that were never replaced take no memory.
+    `replaced` copies one row of entries and the list of rows, however many entries there are.
 
-    >>> empty = PerClient(1_000_000, "nothing")
+    >>> empty = PerClient.alike(1_000_000, "nothing")
     >>> one = empty.replaced(999_999, "something")
     >>> one[999_999], one[0], empty[999_999]
     ('something', 'nothing', 'nothing')
     """
 
-    __slots__ = ("_depth", "_initial", "_length", "_root")
+    length: int
+    rows: tuple[tuple[Value, ...], ...]
 
-    def __init__(self, length: int, initial: Value) -> None:
-        self._length = length
-        self._initial = initial
-        self._depth = 1
-        while _FANOUT**self._depth < length:
-            self._depth += 1
-        self._root: Any = None
+    @staticmethod
+    def alike(length: int, value: Value) -> PerClient[Value]:
+        return PerClient(length, ((value,) * _ROW,) * (length // _ROW + 1))
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
-    def __getitem__(self, index: int) -> Value:
-        node = self._root
-        for level in range(self._depth - 1, -1, -1):
-            if node is None:
-                return self._initial
-            node = node[index // _FANOUT**level % _FANOUT]
-        return self._initial if node is None else node[0]
-
-    def __iter__(self) -> Iterator[Value]:
-        return (self[index] for index in range(self._length))
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.rows[index // _ROW][index % _ROW]
 
     def replaced(self, index: int, value: Value) -> PerClient[Value]:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        changed: PerClient[Value] = PerClient.__new__(PerClient)
-        changed._length, changed._initial = self._length, self._initial
-        changed._depth = self._depth
-        changed._root = _replace(self._root, self._depth, index, (value,))
-        return changed
-
-
-def _replace(node: Any, depth: int, index: int, leaf: tuple[Any]) -> Any:
-    """Return the tree with another leaf, a tuple of one so that any value can stand in it."""
-    if depth == 0:
-        return leaf
-    children = [None] * _FANOUT if node is None else list(node)
-    place = index // _FANOUT ** (depth - 1) % _FANOUT
-    children[place] = _replace(children[place], depth - 1, index, leaf)
-    return tuple(children)
+        rows = list(self.rows)
+        row = list(rows[index // _ROW])
+        row[index % _ROW] = value
+        rows[index // _ROW] = tuple(row)
+        return replace(self, rows=tuple(rows))

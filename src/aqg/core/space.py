@@ -19,7 +19,7 @@ from aqg.core.kernels import Innovation, measure, move_mirror
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
 from aqg.core.track import Memory, advance
-from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.jit import njit
 from aqg.parallel import map_threads, num_threads
 
@@ -84,11 +84,6 @@ class NumpySpace:
         """Return ``rows``, or a copy where they lie in the memory of ``vectors``."""
         return rows.copy() if np.may_share_memory(rows, vectors) else rows
 
-    def usable(self, vectors: Array) -> BoolArray:
-        """Tell of each row whether its values are finite and within what a grid accepts."""
-        largest = np.abs(vectors).max(axis=1, initial=0)
-        return np.asarray(largest <= MAX_RADIUS)
-
     def measure(
         self, quantizer: Quantizer, vectors: Array, mirrors: Array | None, clients: IntArray
     ) -> tuple[Array, Innovation]:
@@ -125,13 +120,15 @@ class NumpySpace:
     def blend(self, averages: Array, vectors: Array, weight: float) -> Array:
         """Return ``(1 - weight)·average + weight·vector``, row by row, rounded in this order.
 
-        Where an average is zero everywhere, or a vector is not `usable`, it is the vector itself.
+        Where an average is zero everywhere, or a vector is not finite and within what a grid
+        accepts, it is the vector itself.
         """
         if weight == 1.0:
             return vectors.copy()
         kind = averages.dtype.type
         blended = averages * kind(1.0 - weight)
-        is_blended = averages.any(axis=1) & self.usable(vectors)
+        is_usable = np.abs(vectors).max(axis=1, initial=0) <= MAX_RADIUS
+        is_blended = averages.any(axis=1) & is_usable
         with np.errstate(over="ignore", invalid="ignore"):  # such rows are replaced below
             blended += vectors * kind(weight)
         blended[~is_blended] = vectors[~is_blended]

@@ -34,24 +34,7 @@ class Flow(NamedTuple):
     space: Space  # where the vectors live
     # ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage keeps them
     stored_errors: Float64Array | None = None
-    # numbers that a stage has for the quantizer, a row per client, where it has any
-    advice: Float64Array | None = None
     level_factors: Float64Array | None = None  # of each client, as in `aqg.core.round.News`
-
-    def of(self, places: IntArray) -> Flow:
-        movement = self.movement
-        if not isinstance(movement, float | int):
-            movement = movement[places]
-        return Flow(
-            self.space.take(self.vectors, places),
-            movement,
-            self.losses[places],
-            self.round,
-            self.space,
-            None if self.stored_errors is None else self.stored_errors[places],
-            None if self.advice is None else self.advice[places],
-            None if self.level_factors is None else self.level_factors[places],
-        )
 
 
 class Outcome(NamedTuple):
@@ -78,9 +61,8 @@ class Stage:
 
     # under which its state is kept; unlike that of any other stage of the recipe
     name: ClassVar[str]
-    # "unused" if it looks at numbers only, "read" if it looks at vectors by way of ``flow.space``
-    # and keeps numbers, "device" if it keeps vectors there, too; else they are brought to NumPy
-    # first, wherever they live
+    # "unused" if it looks at numbers only, "device" if it works on vectors where they live, by way
+    # of ``flow.space``, and keeps some there; else they are brought to NumPy first
     vectors: ClassVar[str] = "host"
     notes_faults: ClassVar[bool] = False  # whether vectors that cannot be quantized count
 
@@ -109,7 +91,7 @@ def call_before(
     What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
     """
     kind = stage.vectors
-    if kind in ("unused", "read"):
+    if kind == "unused":
         return stage.before(rows, flow)
     if kind == "device" or space is space.host:
         new, changed = stage.before(rows, flow)
@@ -306,7 +288,7 @@ class WiderTolerance(Stage):
 
 @dataclass(frozen=True)
 class LossSchedule(Stage):
-    """Shows a client's losses to a rule and gives the policy its signal, in place of the movement.
+    """Shows a client's losses to a rule, whose number of levels takes the place of the movement.
 
     The loss of a round counts although its gradient cannot be used.
     """
@@ -323,16 +305,9 @@ class LossSchedule(Stage):
         losses = flow.space.get(flow.losses).tolist()
         pairs = zip(state["notes"], losses, strict=True)
         notes = np.array([self.rule.observe(row, loss) for row, loss in pairs])
-        signals = np.array([self.rule.signal(row) for row in notes])
-        if flow.level_factors is None:
-            return {"notes": notes}, flow._replace(movement=signals)
-        num_levels = [
-            self.rule.num_levels(row, factor)
-            for row, factor in zip(notes, flow.level_factors.tolist(), strict=True)
-        ]
-        signals = np.array([count.bit_length() + 1.0 for count in num_levels])
-        advice = np.array(num_levels, np.float64)[:, None]
-        return {"notes": notes}, flow._replace(movement=signals, advice=advice)
+        factors = [1.0] * len(notes) if flow.level_factors is None else flow.level_factors.tolist()
+        counts = [self.rule.num_levels(*pair) for pair in zip(notes, factors, strict=True)]
+        return {"notes": notes}, flow._replace(movement=np.array(counts, np.float64))
 
 
 def level_factors(weights: Float64Array) -> Float64Array | None:
@@ -357,8 +332,8 @@ class DoublingLevels:
     """DAdaQuant in time: the number of levels ``q`` doubles when the loss stops falling.
 
     With the running average ``Ĝ_t = ψ·Ĝ_{t-1} + (1 - ψ)·G_t`` of the losses, ``q`` doubles where
-    ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. A width
-    of ``b`` bits stands for ``q = 2^(b-2)``, and is the signal.
+    ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. What is
+    kept is a width ``b``, which stands for ``q = 2^(b-2)``.
     """
 
     start: int = 1  # ``q`` at the start, a power of two
@@ -397,6 +372,3 @@ class DoublingLevels:
         """Return ``q`` of a client that uses ``factor`` times as many levels as the average."""
         most = (1 << (MAX_WIDTH - 1)) - 1
         return min(most, max(1, round(factor * (1 << (int(notes[0]) - 2)))))
-
-    def signal(self, notes: Float64Array) -> float:
-        return float(notes[0])

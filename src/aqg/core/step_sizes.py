@@ -120,7 +120,7 @@ class DistanceOverGradients(StepRule):
 
     average: float = 8.0  # ``γ`` of the mean over the models
     first: float = 0.2  # what the first step moves the model by at most, in its own length
-    widest: float = 8.0  # likewise, in natural steps
+    widest: float = 16.0  # likewise, in natural steps
     most: float = 2.0  # energy of an update that moves the model, in the mean of those before
 
     name = "dog"

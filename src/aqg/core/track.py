@@ -91,8 +91,6 @@ class Terms(NamedTuple):
     key: tuple[int, int, int] = (0, 0, 0)
     noise: float = 1.0  # what corrections may carry, in their own energy
     stored_errors: Float64Array | None = None  # as in `aqg.core.policies.Case`
-    # of a stage to the quantizer, a row for each track, where there is any
-    advice: Float64Array | None = None
 
 
 class Gaps(NamedTuple):
@@ -145,6 +143,7 @@ def correct(
     chosen = space.rows(vectors, senders)
     steps, norms = innovation.steps, innovation.squared_norm
     seed, first, round_number = terms.key
+    movements = np.broadcast_to(terms.movement, len(rows))
 
     def encode(index: int) -> AnyUpload:
         place = senders.item(index)
@@ -154,7 +153,7 @@ def correct(
             step=steps.item(place, width - 1) if width <= steps.shape[1] else 0.0,
             squared_norm=norms.item(place),
             key=(seed, first + rows.item(place), round_number),
-            advice=() if terms.advice is None else tuple(terms.advice[place].tolist()),
+            movement=movements.item(place),
             noise=terms.noise,
         )
         return recipe.quantizer.quantize(chosen[index], request)
@@ -270,28 +269,8 @@ def who_sends(
     >>> skipped_rounds
     array([0, 0, 3, 3])
     """
-    places = np.empty((3, len(wanting)), np.int64)
-    num_sending, num_skipping, num_faulty = _sort(
-        np.ascontiguousarray(wanting), in_range, skipped_rounds, max_staleness, places
-    )
-    return places[0, :num_sending], places[1, :num_skipping], places[2, :num_faulty]
-
-
-@njit()
-def _sort(
-    wanting: Any, in_range: Any, skipped_rounds: Any, max_staleness: Any, places: Any
-) -> tuple[int, int, int]:
-    num_sending, num_skipping, num_faulty = 0, 0, 0
-    for m in range(len(wanting)):
-        if not in_range[m]:
-            places[2, num_faulty] = m
-            num_faulty += 1
-        elif wanting[m] or skipped_rounds[m] >= max_staleness:
-            places[0, num_sending] = m
-            num_sending += 1
-            skipped_rounds[m] = 0
-        else:
-            places[1, num_skipping] = m
-            num_skipping += 1
-            skipped_rounds[m] += 1
-    return num_sending, num_skipping, num_faulty
+    sends = in_range & (wanting | (skipped_rounds >= max_staleness))
+    skips = in_range & ~sends
+    skipped_rounds[sends] = 0
+    skipped_rounds += skips
+    return np.flatnonzero(sends), np.flatnonzero(skips), np.flatnonzero(~in_range)

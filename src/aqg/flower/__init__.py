@@ -6,15 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aqg.flower.compressed import Compressed
-    from aqg.flower.late import Buffered
+    from aqg.flower.compressed import Buffered, Compressed
     from aqg.flower.mod import aqg_mod, make_mod
     from aqg.flower.strategy import AQG, make_server_app
     from aqg.flower.task import FlowerTask, flatten, load_flat, make_client_app
 
 _HOMES = {
-    "compressed": ("Compressed",),
-    "late": ("Buffered",),
+    "compressed": ("Buffered", "Compressed"),
     "mod": ("aqg_mod", "make_mod"),
     "strategy": ("AQG", "make_server_app"),
     "task": ("FlowerTask", "flatten", "load_flat", "make_client_app"),

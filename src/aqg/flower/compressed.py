@@ -1,29 +1,34 @@
-"""The server's line: ``strategy = Compressed(FedAvg(...))``.
+"""The server's line: ``strategy = Compressed(FedAvg(...))``; and `Buffered`, for late clients.
 
-The strategy inside works on a grid that compresses; it is not changed, and need not be one of
+The strategy inside works on another grid than Flower's; it is not changed, and need not be one of
 Flower's.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.settings import make_settings
+from aqg.core.server import age_weight
+from aqg.core.types import is_whole
 from aqg.errors import ConfigError
+from aqg.flower.claims import AverageChecks, Checks
+from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.flower.grid import CompressedGrid, Counts
-from aqg.flower.late import Buffered
-from aqg.flower.wrappers import OuterStrategy, require_strategy
+from aqg.flower.private import OuterGrid, replies_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from flwr.app import Message
     from flwr.serverapp import Grid
+
+    from aqg.channel.tensors import Tensor, Values
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -40,6 +45,29 @@ _AVERAGING = (
     strategies.FedYogi,
     strategies.FedProx,
 )
+
+
+class OuterStrategy(Strategy):
+    """Runs another strategy, ``self.strategy``, on a grid of its own."""
+
+    strategy: Strategy
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":  # while a copy is made of this object
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def configure_train(self, *arguments: Any, **options: Any) -> Any:  # noqa: ARG002
+        name = type(self).__name__
+        raise ConfigError(
+            f"{name} must be the outermost strategy: write {name}(Other(FedAvg())), not "
+            f"Other({name}(FedAvg()))"
+        )
+
+    aggregate_train = configure_evaluate = aggregate_evaluate = configure_train
+
+    def summary(self) -> None:
+        self.strategy.summary()
 
 
 class Compressed(OuterStrategy):
@@ -66,6 +94,8 @@ class Compressed(OuterStrategy):
             ``"rounded"`` to 8 bits; ``"digest"``, where nodes have it
             (``make_mod(start=...)``). By default ``"seed"`` where all of its layers look freshly
             initialized, else ``"exact"``. The strategy starts from what nodes receive.
+        memory: what nodes hold between rounds: the ``"model"`` and what the recipe keeps, or
+            ``"none"`` of it, neither on disk nor in their context.
 
     """
 
@@ -81,10 +111,10 @@ class Compressed(OuterStrategy):
         downlink: str | None = None,
         seed: int = 0,
         start: str = "auto",
+        memory: str = "model",
     ) -> None:
         require_strategy(strategy)
         self.counts = Counts()
-        self._is_running = False
         self.settings = make_settings(
             own_recipe(strategy) if recipe is None else recipe,
             bits=bits,
@@ -95,22 +125,19 @@ class Compressed(OuterStrategy):
             seed=seed,
             clip=self._clipping_norm,
             start=start,
+            memory=memory,
         )
         self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        compressed = CompressedGrid(grid, self.settings, weighted_by(self.strategy))
+        compressed = CompressedGrid(grid, self.settings, checks_of(self.strategy))
         self.counts = compressed.counts
-        self._is_running = True
         if arguments and isinstance(arguments[0], ArrayRecord):
             arguments = (compressed.prepare(arguments[0]), *arguments[1:])
         elif isinstance(initial := options.get("initial_arrays"), ArrayRecord):
             options["initial_arrays"] = compressed.prepare(initial)
         _logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
-        try:
-            result = self.strategy.start(compressed, *arguments, **options)
-        finally:
-            self._is_running = False
+        result = self.strategy.start(compressed, *arguments, **options)
         compressed.finish()
         if isinstance(result, Result):
             result.traffic = compressed.counts  # type: ignore[attr-defined]
@@ -122,20 +149,14 @@ class Compressed(OuterStrategy):
         is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
         object.__setattr__(inner if is_inner else self, name, value)
 
-    def configure_train(self, *arguments: Any, **options: Any) -> Iterable[Message]:
-        if not self._is_running:
-            raise ConfigError(
-                "Compressed must be the outermost strategy: write Compressed(Other(FedAvg())), "
-                "not Other(Compressed(FedAvg()))"
-            )
-        return super().configure_train(*arguments, **options)
-
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
-        strategy = self.strategy
-        if isinstance(strategy, Buffered):
-            strategy = strategy.strategy
+        strategy = unbuffered(self.strategy)
         return float(strategy.clipping_norm) if isinstance(strategy, _CLIENTS_CLIP) else None
+
+
+def unbuffered(strategy: Strategy) -> Strategy:
+    return strategy.strategy if isinstance(strategy, Buffered) else strategy
 
 
 def own_recipe(strategy: Strategy) -> str:
@@ -146,22 +167,175 @@ def own_recipe(strategy: Strategy) -> str:
     noise makes coordinates that hardly move as fast as all others: it must be less than where the
     mean itself is the step.
     """
-    if isinstance(strategy, Buffered):
-        strategy = strategy.strategy
+    strategy = unbuffered(strategy)
     if type(strategy).aggregate_train not in {kind.aggregate_train for kind in _AVERAGING}:
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
     return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
 
 
-def weighted_by(strategy: Strategy) -> str | None:
-    """Return the metric that a strategy weights replies by, where it takes one kind of them only.
+def checks_of(strategy: Strategy) -> Checks:
+    """Return the checks of replies: more where the strategy takes one kind of them only.
 
     That is FedAvg, all of Flower's that are made from it, and wrappers around one.
     """
-    while not isinstance(strategy, strategies.FedAvg):
-        inner = getattr(strategy, "strategy", None)
+    inner: object = strategy
+    while not isinstance(inner, strategies.FedAvg):
+        inner = getattr(inner, "strategy", None)
         if not isinstance(inner, Strategy):
-            return None
-        strategy = inner
-    return strategy.weighted_by_key
+            return Checks()
+    return AverageChecks(inner.weighted_by_key)
+
+
+class Buffered(OuterStrategy):
+    """Runs another strategy in rounds that end after a number of replies.
+
+    Nodes that are at work go on; what they send counts in the round in which it comes, moved from
+    the model that they began with to that of the round: ``now + (reply - began) / √(1 + age)``,
+    where the age is in rounds that have ended since (FedBuff). Replies of age 0 are passed on as
+    they are. Of evaluation messages, those to nodes that are still training are left out.
+
+    Args:
+        strategy: does what it always does. `Compressed` goes around this one, not into it.
+        size: ``B``, the replies after which a round ends; errors do not count.
+
+    """
+
+    def __init__(self, strategy: Strategy, *, size: int) -> None:
+        require_strategy(strategy)
+        for name in {"Compressed", "AQG"} & {kind.__name__ for kind in type(strategy).__mro__}:
+            raise ConfigError(
+                f"Buffered does not go around {name}, which makes a grid of its own: write "
+                "Compressed(Buffered(FedAvg(), size=...))"
+            )
+        if not is_whole(size) or size < 1:
+            raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
+        self.strategy, self.size = strategy, int(size)
+
+    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+        _logger.info("Buffered: rounds end after %d replies", self.size)
+        buffered = BufferedGrid(grid, self.size)
+        result = self.strategy.start(buffered, *arguments, **options)
+        buffered.finish()
+        return result
+
+
+class _Begun(NamedTuple):
+    """A message on its way, and the round in which it was sent."""
+
+    message: Message
+    round: int
+
+
+class BufferedGrid(OuterGrid):
+    """Ends rounds of training after ``size`` replies, on another grid."""
+
+    def __init__(self, grid: Grid, size: int) -> None:
+        super().__init__(grid)
+        self._size, self._round = size, 0
+        self._begun: dict[str, _Begun] = {}
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages to nodes that are not at work; of training, return what comes first."""
+        messages = list(messages)
+        busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
+        idle = [message for message in messages if message.metadata.dst_node_id not in busy]
+        if not any(_trains(message) for message in messages):
+            return self.inner.send_and_receive(idle, timeout=timeout)
+        self._round += 1
+        pushed = set(self.inner.push_messages(idle))
+        for message in idle:
+            if message.metadata.message_id in pushed:
+                self._begun[message.metadata.message_id] = _Begun(message, self._round)
+        models = {message.metadata.dst_node_id: message for message in messages}
+        replies = self._wait(models, timeout)
+        text = "Buffered: round %d ends with %d replies; %d nodes are at work"
+        _logger.info(text, self._round, len(replies), len(self._begun))
+        return replies
+
+    def finish(self) -> None:
+        """Log whose replies come too late for the run."""
+        for begun in self._begun.values():
+            text = "Buffered: node %d, at work since round %d, is late"
+            _logger.info(text, begun.message.metadata.dst_node_id, begun.round)
+
+    def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
+        """Return replies once enough are there, or all, or the time is over."""
+        replies: list[Message] = []
+        num_valid = 0
+        for found in replies_to(self.inner.pull_messages, set(self._begun), timeout):
+            for reply in found:
+                begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
+                if begun is None:
+                    continue
+                if not reply.has_error():
+                    num_valid += 1
+                    self._bring_up_to_date(reply, begun, models)
+                replies.append(reply)
+            if num_valid >= self._size:
+                break
+        return replies
+
+    def _bring_up_to_date(
+        self, reply: Message, begun: _Begun, models: Mapping[int, Message]
+    ) -> None:
+        """Let a late reply be one to this round's model."""
+        age, node = self._round - begun.round, begun.message.metadata.dst_node_id
+        if not age:
+            return
+        weight = age_weight(age)
+        now = models.get(node) or next(iter(models.values()))
+        for name, record in reply.content.array_records.items():
+            old, new = (sent.content.get(name) for sent in (begun.message, now))
+            if not isinstance(old, ArrayRecord) or not isinstance(new, ArrayRecord):
+                continue  # no model of the server's
+            if all(map(is_readable, (record, old, new))) and _shapes(record) == _shapes(old):
+                moved = _moved(values_of(record), values_of(old), values_of(new), weight)
+                reply.content[name] = record_of(moved)
+                continue
+            _logger.warning("Buffered: %r of node %d is late, and taken as it is", name, node)
+        _logger.info(
+            "Buffered: node %d began in round %d; its update is relative to the model it had then, "
+            "and counts %.2f in round %d",
+            node,
+            begun.round,
+            weight,
+            self._round,
+        )
+
+
+def _trains(message: Message) -> bool:
+    return message.metadata.message_type.partition(".")[0] == "train"
+
+
+def _shapes(record: ArrayRecord) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in record.items()}
+
+
+def _moved(
+    reply: Values, began: Values, now: Values, weight: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``now + weight·(reply - began)``; whole numbers, which count, are not scaled."""
+    for name, tensor in reply.items():
+        change = tensor - began[name]
+        if tensor.dtype.kind == "f":
+            change *= tensor.dtype.type(weight)
+        yield name, now[name] + change
+
+
+def require_strategy(strategy: object) -> None:
+    if isinstance(strategy, Strategy):
+        return
+    name = type(strategy).__name__
+    for kind in type(strategy).__mro__:
+        if kind.__module__.startswith("flwr.server.strategy"):
+            new = kind.__name__ if hasattr(strategies, kind.__name__) else "FedAvg"
+            raise ConfigError(
+                f"strategy is a {name} of flwr.server.strategy, Flower's legacy API; use "
+                f"flwr.serverapp.strategy.{new}"
+            )
+    raise ConfigError(
+        f"strategy is a {name}; it must be a Strategy of flwr.serverapp.strategy, such as FedAvg"
+    )

@@ -13,6 +13,7 @@ from flwr.simulation import run_simulation
 
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
+from aqg.flower.journal import RunLogger
 from aqg.flower.settings import read_settings
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
@@ -139,7 +140,7 @@ class Demo:
         ]
 
 
-class _Reporter:
+class _Reporter(RunLogger):
     """Passes every round on, and ends the run when it is told to."""
 
     def __init__(self, on_round: Callable[[dict[str, Any]], None]) -> None:
@@ -152,12 +153,6 @@ class _Reporter:
             raise RunError("the run was interrupted")
         self.rows.append(report.to_row())
         self._on_round(self.rows[-1])
-
-    def start(self, config: Mapping[str, Any], next_round: int) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _simulate(settings: Mapping[str, Any], reporter: _Reporter) -> None:

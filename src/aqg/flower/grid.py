@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from aqg.channel.server import Channel, LostError
 from aqg.channel.tensors import is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.flower.arrays import is_readable, record_of, tensor_of, values_of
+from aqg.flower.claims import Checks
 from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
@@ -31,16 +31,19 @@ from aqg.flower.envelope import (
     ON_DISK,
     RECORD,
     Envelope,
+    is_readable,
     num_bytes,
     pack,
+    plain,
+    record_of,
+    tensor_of,
     unpack,
+    values_of,
 )
-from aqg.flower.metrics import plain
-from aqg.flower.private import answer_to, name_message, replies_to
-from aqg.flower.wrappers import OuterGrid
+from aqg.flower.private import OuterGrid, answer_to, name_message, replies_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from flwr.serverapp import Grid
 
@@ -54,10 +57,6 @@ _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
 _UNKNOWN = 0
 _LONGEST = 300
-_MOST_EXAMPLES = 1e12
-"""A node that says it has more examples is refused."""
-_MOST_TIMES = 1e6
-"""Likewise one that says it has so many times the examples of all others together."""
 _FAREWELL_SECONDS = 15.0
 """How long the end of a run waits for nodes to forget it."""
 
@@ -146,26 +145,23 @@ class CompressedGrid(OuterGrid):
     Args:
         grid: Flower's.
         settings: what the user chose.
-        weighted_by: the metric that says how many examples a node has, where the strategy is
-            Flower's and takes replies of one kind only; None: it takes any.
+        checks: of what else replies hold, beside updates.
         run_name: names the run; by default at random.
 
     """
 
     def __init__(
-        self, grid: Grid, settings: Settings, weighted_by: str | None = None, run_name: str = ""
+        self, grid: Grid, settings: Settings, checks: Checks | None = None, run_name: str = ""
     ) -> None:
         super().__init__(grid)
-        # raises `MessageError` where a node's reply to a train message will not do
-        self.check_reply: Callable[[RecordDict], None] = lambda _: None
+        self.checks = checks or Checks()
         self.channels: dict[str, Channel] = {}  # by the names of records
         self._prepared: Channel | None = None
         self._settings = settings
-        self._weighted_by = weighted_by
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
         self._read: dict[str, tuple[dict[str, Any], Values]] = {}
-        self._whole: dict[str, ArrayRecord] = {}
+        self._whole: dict[str, tuple[int, ArrayRecord]] = {}  # public copies, and their versions
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -219,7 +215,11 @@ class CompressedGrid(OuterGrid):
         moved = self.counts.train + self.counts.evaluate - before
         if moved.up or moved.down:
             _logger.info("aqg: %s", moved)
-        return self._comparable(replies, sent)
+        answered = {_answers(r): r for r in replies if not r.has_error() and _answers(r) in sent}
+        reasons = self.checks.compare({i: reply.content for i, reply in answered.items()})
+        for i, why in reasons.items():
+            replies[replies.index(answered[i])] = self._refused(sent[i], why)
+        return replies
 
     def prepare(self, record: ArrayRecord) -> ArrayRecord:
         """Begin with the model that a strategy starts from; return it as nodes will have it."""
@@ -302,15 +302,14 @@ class CompressedGrid(OuterGrid):
                 self._warn(f"{name!r} is sent as it is: {error}")
                 return None
             self.channels[name] = channel
-            self._whole[name] = record  # at first the copy is the model
+            self._whole[name] = channel.version, record  # at first the copy is the model
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._speakers
-        version = channel.version
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
-        if channel.version != version:
-            self._whole.pop(name, None)
+        if name in self._whole and self._whole[name][0] != phase.version:
+            del self._whole[name]
         if channel.fault:
             _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
@@ -368,8 +367,8 @@ class CompressedGrid(OuterGrid):
 
     def _copied(self, name: str, channel: Channel) -> ArrayRecord:
         if name not in self._whole:
-            self._whole[name] = record_of(channel.copied().items())
-        return self._whole[name]
+            self._whole[name] = channel.version, record_of(channel.copied().items())
+        return self._whole[name][1]
 
     def _restore(self, sent: _Sent, reply: Message) -> Message | None:
         """Return a reply as the strategy expects it; None where the node was sent more."""
@@ -385,8 +384,6 @@ class CompressedGrid(OuterGrid):
             traffic.up += num_bytes(reply.content)
             content, taken = self._unpack(sent, reply.content)
             self._check(sent, content)
-            if sent.kind == "train":
-                self.check_reply(content)
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
@@ -467,20 +464,7 @@ class CompressedGrid(OuterGrid):
                 numbers = value if isinstance(value, list) else [value]
                 if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
                     raise MessageError(f"{key!r} of its record {name!r} is {value!r}")
-        if self._weighted_by is not None:
-            self._check_weight(sent, content, self._weighted_by)
-
-    def _check_weight(self, sent: _Sent, content: RecordDict, key: str) -> None:
-        metrics, arrays = list(content.metric_records.values()), len(content.array_records)
-        if len(metrics) != 1:
-            raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
-        if sent.kind == "train" and arrays != 1:
-            raise MessageError(f"its reply has {arrays} ArrayRecords; it must have one")
-        weight: Any = metrics[0].get(key)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise MessageError(f"its metric {key!r} is {weight!r}; it must be a number")
-        if not 0 <= weight <= _MOST_EXAMPLES:
-            raise MessageError(f"its metric {key!r} is {weight}; 0 to {_MOST_EXAMPLES:g} is taken")
+        self.checks.check(content, sent.kind == "train")
 
     def _check_arrays(self, sent: _Sent, name: str, record: ArrayRecord) -> None:
         known = sent.message.content.get(name)
@@ -490,42 +474,6 @@ class CompressedGrid(OuterGrid):
             first = known.get(key) if isinstance(known, ArrayRecord) else None
             if first is None or is_finite(tensor_of(first)):
                 raise MessageError(f"tensor {key!r} of its record {name!r} holds NaN or infinity")
-
-    def _comparable(self, replies: list[Message], sent: dict[str, _Sent]) -> list[Message]:
-        """Refuse replies that Flower's strategies could not use beside the others.
-
-        They end the run where replies have other metrics or arrays than the rest, and where all
-        weights are zero; and a single node that says it has a million times the examples of all
-        others would be the model.
-        """
-        key = self._weighted_by
-        found = {_answers(r): r.content for r in replies if not r.has_error()}
-        found = {answers: content for answers, content in found.items() if answers in sent}
-        if key is None or not found:
-            return replies
-        kinds = {answers: _signature(content) for answers, content in found.items()}
-        [(most, _)] = Counter(kinds.values()).most_common(1)
-        reasons = {
-            answers: f"its reply differs from most others in {min(kind ^ most)}"
-            for answers, kind in kinds.items()
-            if kind != most
-        }
-        weights = dict[str, float]()
-        for answers, content in found.items():
-            if answers not in reasons:
-                [metrics] = content.metric_records.values()
-                weights[answers] = float(metrics[key])  # type: ignore[arg-type]
-        total = sum(weights.values())
-        for answers, weight in weights.items():
-            if not total:
-                reasons[answers] = f"its metric {key!r} is 0, as that of all others"
-            elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
-                others = f"all others together have {total - weight:g}"
-                reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
-        return [
-            self._refused(sent[_answers(r)], reasons[_answers(r)]) if _answers(r) in reasons else r
-            for r in replies
-        ]
 
     def _send_again(self, sent: _Sent, why: str) -> Message | None:
         """Send a node the whole model, in the place of what it could not follow."""
@@ -565,17 +513,6 @@ def _expiry(message: Message) -> float:
 
 def _answers(reply: Message) -> str:
     return reply.metadata.reply_to_message_id
-
-
-def _signature(content: RecordDict) -> frozenset[str]:
-    """Return the names of all that a reply holds."""
-    kinds = {"array": content.array_records, "metric": content.metric_records}
-    return frozenset(
-        f"{kind} {key!r} of {name!r}"
-        for kind, records in kinds.items()
-        for name, record in records.items()  # type: ignore[attr-defined]
-        for key in record
-    )
 
 
 def _is_equal(one: ArrayRecord, other: ArrayRecord) -> bool:

@@ -1,4 +1,4 @@
-"""A run of our own server on disk: its lines, its models, its checkpoint, and when it ends."""
+"""A run of our own server on disk, and for loggers: its rounds, models and checkpoint, its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import Counter
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import ConfigError, RunError
-from aqg.flower.loggers import MLflow, RunDirectory, RunLogger, TensorBoard, config_of
+from aqg.flower.envelope import EVALUATED, TRAINED
 from aqg.flower.memory import BY_PARTITION
-from aqg.flower.metrics import EVALUATED, TRAINED, metric_fields
+from aqg.flower.reports import client_fields
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import check_book
 from aqg.protocol.store import read_arrays, write_arrays
 from aqg.runs.cost import ClientBytes
-from aqg.runs.directory import CHECKPOINT, ROUNDS, Line, finite_or_none, read_lines, read_rows
-from aqg.runs.files import locked
+from aqg.runs.directory import (
+    CHECKPOINT,
+    CONFIG,
+    ROUNDS,
+    SUMMARY,
+    Line,
+    finite_or_none,
+    read_lines,
+    read_rows,
+)
+from aqg.runs.files import Records, locked, to_json, write_atomically
 from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
+from aqg.settings import CommonSettings, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +45,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aqg.channel.stepping import SteppingChannel
+    from aqg.flower.claims import Roster
     from aqg.flower.reports import RoundReport
-    from aqg.flower.roster import Roster
     from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
@@ -178,7 +189,7 @@ class Journal:
         client_bytes = ClientBytes.first(settings.num_clients)
         for line in lines:
             client_bytes.add(line.record)
-        of_clients = metric_fields(EVALUATED, evaluated)
+        of_clients = client_fields(EVALUATED, evaluated)
         results = {
             **summary,
             **{name: finite_or_none(value) for name, value in of_clients.items()},
@@ -267,3 +278,149 @@ def watched(monitor: str, lines: Sequence[Line]) -> list[float]:
     values = [line.metrics[name] for line in lines if name in line.metrics]
     signed = [-value if is_rising else value for value in values]
     return [math.inf if math.isnan(value) else value for value in signed]
+
+
+class RunLogger:
+    """Is told how a run goes; wrap Weights & Biases or a database in one of these."""
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Start or resume at ``next_round``; discard what was said of it and of later rounds."""
+
+    def round(self, report: RoundReport) -> None:
+        """Take a round."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Take the results."""
+
+    def close(self) -> None:
+        """Let go of files, also after an error."""
+
+
+class RunDirectory(RunLogger):
+    """The simulator's run directory: ``config.toml``, ``rounds.jsonl`` and ``summary.json``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rounds = Records(path / ROUNDS)
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Write the config, and drop the lines of rounds that will be run again."""
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in config.items())
+        write_atomically(self._path / CONFIG, text.encode())
+        self._rounds.replace(self._rounds.read()[: next_round - 1] if next_round > 1 else [])
+
+    def round(self, report: RoundReport) -> None:
+        """Add a line, on disk before the checkpoint that counts on it."""
+        self._rounds.add(report.to_row())
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self._path / SUMMARY, to_json(summary).encode())
+
+
+class TensorBoard(RunLogger):
+    """Event files that TensorBoard shows; needs the package ``tensorboard``."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
+                EventFileWriter,
+            )
+        except ImportError:
+            raise ConfigError(
+                "tensorboard is true, but the package is not installed: pip install tensorboard"
+            ) from None
+        self._writer = EventFileWriter(str(path))
+
+    def round(self, report: RoundReport) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        scalars, step = report.scalars().items(), report.line.record.round
+        values = [Summary.Value(tag=f"aqg/{name}", simple_value=v) for name, v in scalars]
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflow(RunLogger):
+    """A run in MLflow's tracking store; needs the package ``mlflow`` or ``mlflow-skinny``.
+
+    The store is at ``uri``, such as ``sqlite:///mlflow.db`` or ``http://host:5000``; a run that
+    goes on in its directory goes on there.
+    """
+
+    def __init__(self, uri: str, directory: Path | None) -> None:
+        try:
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise ConfigError(
+                f"mlflow is {uri!r}, but the package is not installed: pip install mlflow-skinny"
+            ) from None
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            known = self._client.get_experiment_by_name("aqg")
+            self._experiment = (
+                known.experiment_id if known else self._client.create_experiment("aqg")
+            )
+        except MlflowException as error:
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(f"mlflow is {uri!r}, which cannot be used: {reason}") from None
+        self._file = None if directory is None else directory / "mlflow-run"
+        self._run = ""
+
+    def start(self, config: Mapping[str, Any], next_round: int) -> None:
+        """Begin a run with the config as its parameters, or go on with the one of before."""
+        from mlflow.entities import Param
+
+        if next_round > 1 and self._file is not None and self._file.exists():
+            self._run = self._file.read_text(encoding="utf-8")
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(self._experiment).info.run_id
+        params = [Param(name, str(value)) for name, value in config.items()]
+        self._client.log_batch(self._run, params=params)
+        if self._file is not None:
+            write_atomically(self._file, self._run.encode())
+
+    def round(self, report: RoundReport) -> None:
+        """Log every scalar of the round; of a round run again, MLflow shows the later ones."""
+        self._log(report.scalars(), report.line.record.round)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Log the results, and end the run."""
+        numbers = {name: v for name, v in summary.items() if isinstance(v, int | float)}
+        self._log({f"summary/{name}": float(v) for name, v in numbers.items()}, 0)
+        self._client.set_terminated(self._run, "FINISHED")
+        self._run = ""
+
+    def close(self) -> None:
+        """Say of a run that did not finish that it failed."""
+        if self._run:
+            self._client.set_terminated(self._run, "FAILED")
+            self._run = ""
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+
+_SHARED = (*table(CommonSettings), "rounds", "weighting")
+"""Settings that the simulator has under the same name."""
+
+
+def config_of(settings: Settings, describe: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return what goes into ``config.toml``: the simulator's names, so that runs compare."""
+    values = asdict(settings) | {"recipe": settings.recipe or "custom"}
+    config: dict[str, Any] = {"dataset": "custom", "partition": "custom", "model": "custom"}
+    config |= {name: values[name] for name in _SHARED}
+    config |= {"clients": settings.num_clients, "alpha": settings.step_size, "dtype": dtype}
+    return config | {name: value for name, value in describe.items() if value is not None}

@@ -6,7 +6,6 @@ to be in step with anything else.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -16,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
-from aqg.channel.client import CopyStore, OwnTensors
+from aqg.channel.client import Memory
 from aqg.errors import ConfigError, RunError
-from aqg.protocol.digests import DIGEST_BYTES
-from aqg.protocol.store import ClientStore, DirectoryVault, forget_old_runs
+from aqg.protocol.store import DirectoryVault, forget_old_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from flwr.app import Context, RecordDict
     from numpy.typing import NDArray
 
-    from aqg.protocol.messages import Order
     from aqg.protocol.store import Vault
 
 STATE_DIR = "aqg-state-dir"
@@ -44,7 +41,7 @@ IN_CONTEXT = "context"
 _DAYS = 30
 
 
-class Memory:
+class NodeMemory(Memory):
     """A node's memory, in a directory, or by default where `state_directory` says."""
 
     def __init__(self, context: Context, directory: Path | None = None) -> None:
@@ -53,35 +50,23 @@ class Memory:
         self.directory = found  # None where Flower's context remembers
         self._is_own = is_own
 
-    def terms(self) -> Iterator[Order]:
-        """Return the terms of the models that are held, the latest first."""
+    def runs(self) -> Iterable[str]:
         if self.directory is None:
             names = [key[len("aqg-") : -len("-index")] for key in self._context.state]
         else:
             homes = {self._home(""), self._home(BY_PARTITION)}
             files = [f for home in homes if home for f in home.glob("*/state.json")]
-            files.sort(key=_age)
-            names = [file.parent.name for file in files]
-        for run in dict.fromkeys(names):
-            terms = CopyStore(self._vault(run, run), run).terms() if run.isalnum() else None
-            if terms is not None:
-                yield terms
+            names = [file.parent.name for file in sorted(files, key=_age)]
+        return dict.fromkeys(name for name in names if name.isalnum())
 
-    def copies(self, run: str) -> CopyStore:
+    def vault(self, run: str, name: str) -> Vault:
         home = self._home(run)
-        if home is not None and self.directory is not None and not (home / run).exists():
+        if home is None or self.directory is None:
+            return ContextVault(self._context.state, f"aqg-{name}")
+        if name == run and not (home / run).exists():
             for node in {home, *self.directory.glob("*-*")}:  # also of nodes that are gone
                 forget_old_runs(node, days_to_keep(self._context))
-        return CopyStore(self._vault(run, run), run)
-
-    def mirrors(self, run: str, fingerprint: bytes, layout: bytes) -> ClientStore:
-        choice = hashlib.blake2b(layout, key=fingerprint, digest_size=DIGEST_BYTES)
-        key = f"{run}-{choice.hexdigest()}"
-        return ClientStore(self._vault(run, key), key)
-
-    def own(self, run: str) -> OwnTensors:
-        key = f"{run}-own"
-        return OwnTensors(self._vault(run, key), key)
+        return DirectoryVault(home / name)
 
     def forget(self, run: str) -> None:
         home = self._home(run)
@@ -99,12 +84,6 @@ class Memory:
         partition = partition_of(self._context) if run.startswith(BY_PARTITION) else None
         node = f"node-{self._context.node_id}"
         return self.directory / (node if partition is None else f"partition-{partition}")
-
-    def _vault(self, run: str, name: str) -> Vault:
-        home = self._home(run)
-        if home is None:
-            return ContextVault(self._context.state, f"aqg-{name}")
-        return DirectoryVault(home / name)
 
 
 class ContextVault:

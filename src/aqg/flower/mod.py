@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from aqg.channel.client import Held, OutOfReachError, receive, reply_to
+from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
 from aqg.core.types import to_numpy
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.flower.arrays import is_readable, record_of, values_of
 from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
@@ -29,13 +28,17 @@ from aqg.flower.envelope import (
     ON_DISK,
     RECORD,
     Envelope,
+    answer,
+    is_readable,
+    loss_in,
+    numbers_in,
     pack,
+    record_of,
     refusal,
     unpack,
+    values_of,
 )
-from aqg.flower.envelope import answer as reply_with
-from aqg.flower.memory import Memory, partition_of
-from aqg.flower.metrics import loss_in, numbers_in
+from aqg.flower.memory import NodeMemory, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,25 +94,26 @@ def make_mod(
             if HELLO in kinds:
                 partition = partition_of(context)
                 said = Envelope([(str(-1 if partition is None else partition), HELLO, None)])
-                return reply_with(message, said)
-            memory = Memory(context, directory)
+                return answer(message, said)
+            memory = NodeMemory(context, directory)
             if ENDED in kinds:
                 for run, kind, _ in envelope.records:
                     if kind == ENDED:
                         memory.forget(run)
-                return reply_with(message, Envelope())
+                return answer(message, Envelope())
             own = (lambda: None) if start is None else (lambda: _tensors(start(context)))
             models = _receive(message, envelope, memory, recipe, own)
         except AqgError as error:
             return refusal(message, error)
         if isinstance(models, Envelope):  # what the server must know before anything can be done
-            return reply_with(message, models)
+            return answer(message, models)
         if tells_order:
             model = next(iter(models.values()))
             order, policy = model.order, model.beside().policy if model.is_stepping else ""
             told = {"seed": order.seed, "client": order.client, "round": order.round}
             message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
         is_first = FULL in kinds or any(model.order.first for model in models.values())
+        is_held = not all(model.is_forgotten for model in models.values())
         del envelope
         started = time.perf_counter()
         reply = call_next(message, context)
@@ -118,7 +122,7 @@ def make_mod(
         message.content = RecordDict()  # with the model, which the reply takes the place of
         try:
             envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
-            if is_first and memory.directory is not None:
+            if is_first and is_held and memory.directory is not None:
                 envelope.records.append(("", ON_DISK, None))
             reply.content[RECORD] = pack(envelope)
         except AqgError as error:

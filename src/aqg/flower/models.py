@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Strategy
 from aqg.channel.stepping import Travel
 from aqg.channel.tensors import Kind, Schema, is_finite
 from aqg.errors import ConfigError
-from aqg.flower.arrays import is_readable, record_of, values_of
+from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.objectives.layout import ModelLayout
 
 if TYPE_CHECKING:

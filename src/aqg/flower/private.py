@@ -1,7 +1,8 @@
-"""All that touches private parts of Flower: how long it waits for content, and names of messages.
+"""Flower's grids: one around another, waiting for replies, and all that touches private parts.
 
-The wait is bounded only where Flower's functions look as expected; elsewhere a node that dies while
-it sends its reply can hold up a round for three minutes. Names of messages are set in any version.
+Those are how long Flower waits for content, and names of messages. The wait is bounded only where
+Flower's functions look as expected; elsewhere a node that dies while it sends its reply can hold up
+a round for three minutes. Names of messages are set in any version.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flwr.serverapp import Grid
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from flwr.app import Message
+    from flwr.supercore.run import Run
 
 _FIRST_PAUSE_SECONDS = 0.05
 _PULL_CAP_SECONDS = 0.5
@@ -98,3 +102,35 @@ def name_message(message: Message, identifier: str) -> None:
 def answer_to(reply: Message, identifier: str) -> None:
     """Let a reply answer another message than the one that was sent last."""
     reply.metadata.__dict__["_reply_to_message_id"] = identifier
+
+
+class OuterGrid(Grid):
+    """Hands everything to another grid, ``self.inner``."""
+
+    def __init__(self, inner: Grid) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def set_run(self, run: Run) -> None:
+        self.inner.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        return self.inner.run
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        return self.inner.create_message(*arguments, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.inner.get_node_ids()
+
+    def get_nodes(self) -> Iterable[Any]:
+        return self.inner.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.inner.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.inner.pull_messages(message_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,20 +14,17 @@ import numpy as np
 
 from aqg.core.messages import Skip
 from aqg.errors import MessageError
-from aqg.flower.metrics import (
-    EVALUATED,
-    EXAMPLES,
-    TRAINED,
-    loss_in,
+from aqg.flower.claims import (
+    Checks,
+    cap_shares,
+    known_or_mean,
+    leave_out_absurd,
+    mean_loss,
     mean_metrics,
-    numbers_in,
-    plain,
 )
-from aqg.flower.metrics import metric_fields as client_fields
-from aqg.flower.settings import MOST_SAMPLES, cap_shares, known_or_mean
+from aqg.flower.envelope import EVALUATED, EXAMPLES, TRAINED, loss_in, numbers_in, plain
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import Line, finite_or_none, metric_fields
-from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 
     from aqg.channel.stepping import SteppingChannel
     from aqg.core.types import Float64Array
+    from aqg.flower.claims import Roster
     from aqg.flower.grid import Counts, NodeCounts
-    from aqg.flower.roster import Roster
     from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
@@ -59,6 +57,8 @@ INCIDENTS = {
 }
 """Every kind of incident, and the name of its count in ``rounds.jsonl``."""
 
+_MOST_SAMPLES = 2**53
+"""Whole numbers up to here are exact as floats."""
 _MOST_CLIENTS_SHOWN = 32
 """Up to this many clients have curves of their own."""
 _UNREACHABLE = (3, 4, 5)
@@ -176,7 +176,7 @@ class RoundReport:
             _logger.log(level, text, record.round, *incident)
 
 
-class Accounts:
+class Accounts(Checks):
     """Keeps the books of a run's rounds."""
 
     def __init__(
@@ -190,17 +190,17 @@ class Accounts:
         self._capped: set[int] = set()
         self._incidents: list[Incident] = []
 
-    def check(self, content: RecordDict) -> None:
+    def check(self, content: RecordDict, is_train: bool) -> None:
         """Raise `MessageError` where a reply to a train message does not say what is needed."""
-        if self._settings.weighting != "samples":
+        if not is_train or self._settings.weighting != "samples":
             return
-        found = [r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r]
-        number = found[0] if found else 0
+        found = (r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r)
+        number: Any = next(found, 0)
         is_whole = not isinstance(number, list) and float(number).is_integer()
-        if not (is_whole and 1 <= number <= MOST_SAMPLES):  # type: ignore[operator]
+        if not (is_whole and 1 <= number <= _MOST_SAMPLES):
             raise MessageError(
                 f"its metrics have num-examples {number}; with weighting samples it must be 1 to "
-                f"{MOST_SAMPLES}"
+                f"{_MOST_SAMPLES}"
             )
 
     def hear(self, client: int, reply: Message | None) -> dict[str, float] | None:
@@ -322,28 +322,14 @@ def _named(metrics: Mapping[str, float], is_of_model: bool) -> dict[str, float]:
     }
 
 
-def mean_loss(losses: Float64Array, weights: Float64Array) -> float | None:
-    """Return the weighted mean over the clients that measured; None where none did."""
-    measured = ~np.isnan(losses)
-    if not measured.any():
-        return None
-    if measured.all():
-        return float(np.mean(weights * losses))
-    if not weights[measured].any():  # none of them has said how many samples it has
-        return float(np.mean(losses[measured]))
-    return float(np.average(losses[measured], weights=weights[measured]))
+def client_fields(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under the names of their fields in ``rounds.jsonl``.
 
-
-def leave_out_absurd(losses: Float64Array, num_asked: int) -> tuple[bool, list[int]]:
-    """Strike the losses that are beyond all use, of either sign; return whose they were.
-
-    None are struck where training has diverged, which is returned first: where more than half of
-    the clients asked report such a loss. In a federation of several, one client is never enough.
+    >>> client_fields(EVALUATED, {"top-5 accuracy": 0.9, "eval_loss": 0.1})
+    {'eval_top_5_accuracy': 0.9, 'eval_loss': 0.1}
     """
-    known = np.flatnonzero(~np.isnan(losses)).tolist()
-    num_diverged = sum(has_diverged(losses[client]) for client in known)
-    if 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses)):
-        return True, []
-    absurd = [client for client in known if has_diverged(abs(losses[client]))]
-    losses[absurd] = np.nan
-    return False, absurd
+    fields = {}
+    for name, value in metrics.items():
+        word = re.sub(r"\W", "_", name)
+        fields[word if word.startswith(prefix) else prefix + word] = value
+    return fields

@@ -8,26 +8,21 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.recipe import Recipe, kind_of_updates
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import AUTO as AUTO_STEP
 from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
-from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
 from aqg.settings import FlowerSettings, check_bounds, table, typed
 from aqg.sim.training import Training
 
 _logger = logging.getLogger("flwr.aqg")
 
-MOST_SAMPLES = 2**53
-"""Whole numbers up to here are exact as floats."""
 _LIKELY_MISSPELLED = 0.9
 KEYS = {name: row.key or name.replace("_", "-") for name, row in table(FlowerSettings).items()}
 """How a run-config calls each setting."""
@@ -51,7 +46,9 @@ class Settings(FlowerSettings):
             )
         if self.recipe:
             recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-            resolve_downlink(self.downlink, recipe.for_updates(self.updates))
+            recipe = recipe.for_updates(self.updates)
+            resolve_downlink(self.downlink, recipe)
+            require_memory(self.memory, recipe)
         elif self.downlink != AUTO:
             make_downlink(self.downlink)
         if self.step != AUTO_STEP:
@@ -68,7 +65,15 @@ class Settings(FlowerSettings):
     @property
     def terms(self) -> dict[str, Any]:
         """What a run that goes on must have kept as it was, beside recipe, model and seed."""
-        names = ("num_clients", "alpha", "optimizer", "weighting", "participation", "dropout")
+        names = (
+            "num_clients",
+            "alpha",
+            "optimizer",
+            "weighting",
+            "participation",
+            "dropout",
+            "memory",
+        )
         terms = {KEYS[name]: getattr(self, name) for name in names}
         return terms if self.weighting == "equal" else terms | {"max-share": self.largest_share}
 
@@ -83,7 +88,7 @@ class Settings(FlowerSettings):
 
     @property
     def updates(self) -> str:
-        return kind_of_updates(self.exact, self.participation)
+        return kind_of_updates(self.exact, self.participation, self.memory == "none")
 
     def make_step(self, recipe: Recipe) -> StepRule:
         if self.step == AUTO_STEP and self.alpha:
@@ -100,50 +105,6 @@ class Settings(FlowerSettings):
     @property
     def largest_share(self) -> float:
         return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
-
-
-def describe_step(rule: StepRule) -> str:
-    """Return the setting that makes a rule for the length of steps.
-
-    >>> describe_step(make_step("dog:first=0.1"))
-    'dog:average=8:first=0.1:widest=8'
-    """
-    options = asdict(rule)
-    return ":".join([rule.name, *(f"{name}={value:g}" for name, value in options.items())])
-
-
-def known_or_mean(num_samples: Float64Array) -> Float64Array:
-    """Return numbers of samples, where those that are not known yet, 0, are the others' mean.
-
-    >>> known_or_mean(np.array([10.0, 0.0, 30.0])).tolist()
-    [10.0, 20.0, 30.0]
-    """
-    known = num_samples > 0
-    return np.where(known, num_samples, num_samples[known].mean() if known.any() else 1.0)
-
-
-def cap_shares(amounts: Float64Array, share: float) -> Float64Array:
-    """Lower the largest amounts until none is more than a share of all.
-
-    Nothing is lowered for the sake of amounts of zero alone: somebody must have something.
-
-    >>> cap_shares(np.array([10.0, 1e15, 30.0]), 0.6).tolist()
-    [10.0, 60.0, 30.0]
-    >>> cap_shares(np.array([10.0, 20.0, 30.0]), 0.6).tolist()
-    [10.0, 20.0, 30.0]
-    """
-    descending = np.sort(amounts)[::-1]
-    cap = descending[-1]
-    for count, largest in enumerate(descending):  # so many are lowered
-        free, rest = 1 - count * share, descending[count:].sum()
-        if free <= 0 or rest <= 0:
-            cap = descending[count - 1]
-            break
-        cap = share * rest / free
-        if largest <= cap:
-            break
-    capped: Float64Array = np.minimum(amounts, cap)
-    return capped
 
 
 def read_settings(

@@ -26,14 +26,21 @@ from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
 from aqg.core.downlink import describe_downlink, resolve_downlink
 from aqg.errors import ConfigError, RunError
-from aqg.flower.arrays import record_of, values_of
+from aqg.flower.claims import Roster, cap_shares, leave_out_absurd, mean_loss, mean_metrics
+from aqg.flower.envelope import (
+    EXAMPLES,
+    as_metrics,
+    loss_in,
+    numbers_in,
+    plain,
+    record_of,
+    values_of,
+)
 from aqg.flower.grid import CompressedGrid
 from aqg.flower.journal import Journal
-from aqg.flower.metrics import EXAMPLES, as_metrics, loss_in, mean_metrics, numbers_in, plain
 from aqg.flower.models import ServerModel, is_module, make_model
-from aqg.flower.reports import Accounts, leave_out_absurd, mean_loss
-from aqg.flower.roster import Roster, wait_for
-from aqg.flower.settings import KEYS, Settings, cap_shares, describe_step, read_settings
+from aqg.flower.reports import Accounts
+from aqg.flower.settings import KEYS, Settings, read_settings
 from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     from aqg.channel.tensors import Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
-    from aqg.flower.loggers import RunLogger
+    from aqg.flower.journal import RunLogger
 
     Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
@@ -315,7 +322,7 @@ class AQG(Strategy):
         config: ConfigRecord,
     ) -> _Run:
         """Wait for the clients; begin, or go on from the checkpoint."""
-        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start")
+        names = ("recipe", "bits", "max_staleness", "seed", "updates", "start", "memory")
         named = {name: getattr(settings, name) for name in names}
         chosen = ChannelSettings(**named, own=self._recipe)
         recipe = chosen.make_recipe()
@@ -339,7 +346,7 @@ class AQG(Strategy):
             | {
                 "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
                 "downlink": describe_downlink(downlink),
-                "step": describe_step(rule),
+                "step": ":".join([rule.name, *(f"{n}={v:g}" for n, v in asdict(rule).items())]),
             }
         )
         values = values_of(model.record)
@@ -348,9 +355,9 @@ class AQG(Strategy):
         compressed = CompressedGrid(grid, chosen, run_name=journal.run)
         compressed.channels[ARRAYS] = channel
         accounts = Accounts(settings, roster, channel, compressed.counts)
-        compressed.check_reply = accounts.check
+        compressed.checks = accounts
         patience = settings.start_timeout, settings.round_timeout
-        if not wait_for(grid, roster, settings.num_clients, *patience):
+        if not roster.wait_for(grid, settings.num_clients, *patience):
             _logger.warning(
                 "%d of %d clients are connected; starting without the others",
                 len(roster.present),
@@ -372,7 +379,7 @@ class AQG(Strategy):
             metrics = self._measured(run)
             tensors = run.model.tensors(run.channel.averaged()) if settings.run_dir else None
         needed, patience = settings.needed_clients, (settings.start_timeout, settings.round_timeout)
-        if not wait_for(run.grid.inner, run.roster, needed, *patience):
+        if not run.roster.wait_for(run.grid.inner, needed, *patience):
             raise RunError(
                 f"{len(run.roster.present)} clients are connected after "
                 f"{settings.start_timeout:g} s, and {needed} are needed; start again with the "
@@ -408,7 +415,8 @@ class AQG(Strategy):
         self.final = run.model.filled(averaged)
         make = partial(run.model.tensors, averaged)
         self.results = run.journal.finish(evaluated, self._loss, metrics, make)
-        run.grid.finish(map(run.roster.node_of, run.roster.present))
+        holders = [] if run.settings.memory == "none" else run.roster.present
+        run.grid.finish(map(run.roster.node_of, holders))
         run.result.traffic = run.grid.counts  # type: ignore[attr-defined]
         _logger.info("done: %s", {key: self.results[key] for key in _SAID})
 

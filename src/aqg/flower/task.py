@@ -13,10 +13,18 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from aqg.channel.tensors import flatten as flatten_tensors
+from aqg.channel.tensors import unflatten
 from aqg.errors import AqgError, ConfigError, DataError, GradientError
-from aqg.flower.arrays import record_of, values_of
-from aqg.flower.envelope import refusal
-from aqg.flower.metrics import EVALUATED, EXAMPLES, as_metrics, loss_in
+from aqg.flower.envelope import (
+    EVALUATED,
+    EXAMPLES,
+    as_metrics,
+    loss_in,
+    record_of,
+    refusal,
+    values_of,
+)
 from aqg.flower.mod import ORDER, UPDATE, make_mod
 from aqg.flower.models import VECTOR, values_in
 from aqg.objectives.layout import Buffers, ModelLayout
@@ -29,13 +37,11 @@ if TYPE_CHECKING:
     import torch
     from flwr.app import Context
     from flwr.clientapp.typing import Mod
-    from numpy.typing import NDArray
 
     from aqg.channel.tensors import Tensor, Values
     from aqg.core.recipe import Recipe
     from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
-    from aqg.objectives.layout import TensorSpec
     from aqg.objectives.module import ModuleObjective
 
     Key = tuple[int, int, int]
@@ -90,17 +96,17 @@ class TaskModel:
         layout = self.layout
         self._check(values, policy)
         self.buffers = Buffers(
-            _flat(values, layout.statistics, np.dtype(np.float64)),
-            _flat(values, layout.counters, np.dtype(np.int64)),
+            flatten_tensors(values, layout.statistics, np.float64),
+            flatten_tensors(values, layout.counters, np.int64),
         )
-        return _flat(values, layout.parameters, layout.dtype)
+        return flatten_tensors(values, layout.parameters)
 
     def update(self, gradient: FloatArray, values: Values) -> dict[str, Tensor]:
         """Return what to send by name: parts of the update, and buffers in the types they had."""
-        parts = _parts(gradient, self.layout.parameters)
+        parts = unflatten(gradient, self.layout.parameters, gradient.dtype)
         places = self.layout.statistics, self.layout.counters
         for flat, specs in zip(self.buffers, places, strict=True):
-            buffers = _parts(flat, specs).items()
+            buffers = unflatten(flat, specs, flat.dtype).items()
             parts |= {name: part.astype(values[name].dtype) for name, part in buffers}
         return parts
 
@@ -402,17 +408,6 @@ def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
             "server a flat vector, or make the task of a module"
         )
     return values, model.open(values, content.config_records[ORDER]["statistics"])
-
-
-def _flat(values: Values, specs: Sequence[TensorSpec], dtype: np.dtype[Any]) -> NDArray[Any]:
-    flat = np.empty(sum(spec.size for spec in specs), dtype)
-    for spec in specs:
-        flat[spec.place] = values[spec.name].reshape(-1)
-    return flat
-
-
-def _parts(flat: NDArray[Any], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    return {spec.name: flat[spec.place].reshape(spec.shape) for spec in specs}
 
 
 def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> MetricRecord:

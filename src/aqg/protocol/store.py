@@ -147,8 +147,9 @@ class ArrayStore:
             self._last = max(self._last, number)
             self._stored[number] = weakref.ref(array)
 
-    def reserve(self, numbers: set[int]) -> None:
-        self._last = max({self._last, *numbers})
+    def reserve(self, index: Any) -> None:
+        """Use no number again that an index names."""
+        self._last = max({self._last, *_numbers_in(index)})
 
     def write(self, array: Vector) -> dict[str, Any]:
         """Write an array, unless it is there already, and return its cell."""
@@ -163,11 +164,28 @@ class ArrayStore:
             self._stored[number] = weakref.ref(array)
         return {"number": number}
 
-    def commit(self, index: str, numbers: set[int]) -> None:
+    def commit(self, index: dict[str, Any]) -> None:
         """Replace the index, and drop all arrays that it does not name."""
-        self._vault.write_index(index)
+        self._vault.write_index(json.dumps(index))
+        numbers = _numbers_in(index)
         self._stored = {number: ref for number, ref in self._stored.items() if number in numbers}
         self._vault.keep_only(numbers)
+
+    def write_public(self, public: Public) -> dict[str, Any]:
+        """Write the vectors of a public model, and return its row."""
+        return {
+            "round": public.round,
+            "history": list(public.history),
+            "quantum": public.quantum,
+            "mark": public.mark,
+            "vectors": [self.write(vector) for vector in public.vectors],
+        }
+
+    def read_public(self, row: dict[str, Any]) -> Public:
+        position, velocity, direction = (self.read(cell)[None] for cell in row["vectors"])
+        track = Track(position, velocity, direction, np.ones(1, np.bool_))
+        history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
+        return Public(int(row["round"]), track, history, quantum, row["mark"])
 
 
 class ClientStore:
@@ -184,7 +202,7 @@ class ClientStore:
         self._key = key
         self._arrays = ArrayStore(vault)
         self._index: dict[str, Any] = self._read_index()
-        self._arrays.reserve(_numbers_in(self._index))
+        self._arrays.reserve(self._index)
 
     @property
     def answered(self) -> tuple[int, int]:
@@ -211,12 +229,7 @@ class ClientStore:
         if row is None:
             return None
         try:
-            position, velocity, direction = (
-                self._arrays.read(row["arrays"][name])[None] for name in _PUBLIC
-            )
-            track = Track(position, velocity, direction, np.ones(1, np.bool_))
-            history, quantum = tuple(map(float, row["history"])), float(row["quantum"])
-            public = Public(int(row["round"]), track, history, quantum, row["mark"])
+            public = self._arrays.read_public(row)
             return public if isinstance(self._vault, MemoryVault) else public.marked()
         except _UNREADABLE as error:
             # The server finds out from the reply, and sends a snapshot.
@@ -225,21 +238,13 @@ class ClientStore:
 
     def put_public(self, public: Public) -> None:
         """Write the vectors of a public model, which takes its place with the next `save`."""
-        vectors = dict(zip(_PUBLIC, public.vectors, strict=True))
-        row = {
-            "round": public.round,
-            "history": list(public.history),
-            "quantum": public.quantum,
-            "mark": public.mark,
-            "arrays": {name: self._arrays.write(array) for name, array in vectors.items()},
-        }
-        self._index = {**self._index, "public": row}
+        self._index = {**self._index, "public": self._arrays.write_public(public)}
 
     def last_reply(self) -> bytes:
         """Return the reply that was saved with the mirror; empty where there is none."""
         row = self._index["reply"]
         try:
-            return b"" if row is None else self._arrays.read(row["arrays"]["bytes"]).tobytes()
+            return b"" if row is None else self._arrays.read(row).tobytes()
         except _UNREADABLE as error:
             _logger.warning("the client's last reply cannot be used: %r", error)
             return b""
@@ -260,8 +265,8 @@ class ClientStore:
             }
         if reply:
             cell = self._arrays.write(np.frombuffer(reply, np.uint8))
-            self._index = {**self._index, "reply": {"arrays": {"bytes": cell}}}
-        self._arrays.commit(json.dumps(self._index), _numbers_in(self._index))
+            self._index = {**self._index, "reply": cell}
+        self._arrays.commit(self._index)
 
     def _read_index(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -280,11 +285,7 @@ class ClientStore:
             if index["key"] != self._key:
                 return empty
             incarnation, round_number = index["answered"]
-            numbers = [int(incarnation), int(round_number)]
-            known = {name: index.get(name) for name in _ROWS}
-            index = {"key": self._key, "answered": numbers, **known}
-            _numbers_in(index)
-            return index
+            return {**empty, **index, "answered": [int(incarnation), int(round_number)]}
         except _UNREADABLE as error:
             _logger.warning("the client's saved state cannot be used: %r", error)
             return empty
@@ -310,8 +311,6 @@ class ClientStore:
         }
 
 
-_ROWS = ("current", "before", "public", "reply")
-_PUBLIC = ("position", "velocity", "direction")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -319,10 +318,13 @@ def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
     return to_arrays(snapshot.state)
 
 
-def _numbers_in(index: dict[str, Any]) -> set[int]:
-    rows = [index[name] for name in _ROWS if index[name] is not None]
-    cells = [cell for row in rows for cell in row["arrays"].values()]
-    return {int(cell["number"]) for cell in cells if "number" in cell}
+def _numbers_in(index: Any) -> set[int]:
+    """Return the numbers of all arrays that an index names."""
+    if isinstance(index, dict):
+        if isinstance(number := index.get("number"), int):
+            return {number}
+        index = list(index.values())
+    return set().union(*map(_numbers_in, index)) if isinstance(index, list) else set()
 
 
 class DirectoryVault:

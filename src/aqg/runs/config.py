@@ -29,14 +29,7 @@ from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
 from aqg.sim.late import check_late, make_late
 from aqg.sim.problem import Problem
-from aqg.sim.training import (
-    Absence,
-    BernoulliDropout,
-    Dropout,
-    LocalTraining,
-    ScriptedDropout,
-    Training,
-)
+from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))
@@ -131,13 +124,10 @@ class RunConfig(RunSettings):
         return code.path.stem if code is not None else Path(self.dataset).name
 
     def dropout_schedule(self) -> Dropout:
-        random = BernoulliDropout(self.dropout, self.seed)
-        if not self.absences:
-            return random
         for client, _, _ in self.absences:
             if client >= self.clients:
                 raise ConfigError(f"absent client is {client}; it must be below {self.clients}")
-        return ScriptedDropout(tuple(Absence(*absence) for absence in self.absences), random)
+        return Dropout(self.dropout, self.seed, self.absences)
 
     def training(self) -> Training:
         """Return what clients compute, who is sampled, how they count, and the server's step."""

@@ -23,7 +23,7 @@ from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.state import SimulationState, check_fits
 from aqg.sim.statistics import make_statistics
-from aqg.sim.training import BernoulliDropout, Dropout, Training
+from aqg.sim.training import Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
 
@@ -58,7 +58,7 @@ class Simulation(ABC):
         training: Training | None = None,
     ) -> None:
         self.training, self.seed = training or Training(), seed
-        self.dropout: Dropout = dropout if dropout is not None else BernoulliDropout()
+        self.dropout = dropout or Dropout()
         self.recipe = recipe = recipe.for_updates(self.training.updates)
         self.weights = self.training.client_weights(problem)
         self.level_factors = level_factors(self.weights)

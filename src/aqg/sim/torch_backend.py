@@ -14,7 +14,7 @@ from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Memory
-from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.objectives.closed_form import Perceptron, Softmax
 from aqg.sim.backends import Pieces, cut
 from aqg.sim.problem import Problem
@@ -150,9 +150,6 @@ class TorchBackend(NumpySpace):
     def apart(self, rows: Tensor, vectors: Tensor) -> Tensor:
         is_shared = rows.untyped_storage().data_ptr() == vectors.untyped_storage().data_ptr()
         return rows.clone() if is_shared else rows
-
-    def usable(self, vectors: Tensor) -> BoolArray:
-        return self.get(vectors.abs().amax(dim=1) <= MAX_RADIUS)
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray

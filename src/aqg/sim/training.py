@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,76 +228,44 @@ _DROPOUTS = 0xD209
 """Keeps dropouts apart from other random numbers of the same seed."""
 
 
-class Dropout(Protocol):
-    """Says who drops out."""
-
-    @property
-    def rate(self) -> float:
-        """The dropping probability ``p`` that Algorithm 2 amplifies by."""
-
-    def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        """Return, for each client, whether it drops out of this round."""
-
-
 @dataclass(frozen=True)
-class BernoulliDropout:
-    """Each client drops out with probability ``rate``, independently in every round.
+class Dropout:
+    """Who drops out of which round: clients at random, and absences written down one by one.
 
-    >>> BernoulliDropout(0.5, seed=3).dropped(round_number=1, num_clients=6).tolist()
-    [False, False, True, True, True, True]
+    Attributes:
+        rate: the probability ``p`` with which each client drops out, independently in every round;
+            Algorithm 2 amplifies by it.
+        seed: of these random numbers.
+        absences: a client, and the first and the last round of its absence.
+
+    >>> dropout = Dropout(0.5, seed=3, absences=((0, 1, 2),))
+    >>> dropout.dropped(round_number=1, num_clients=6).tolist()
+    [True, False, True, True, True, True]
     """
 
     rate: float = 0.0
     seed: int = 0
+    absences: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate < 1.0:
             raise ConfigError(f"dropout is {self.rate}; it must be at least 0 and below 1")
+        for client, first, last in self.absences:
+            if client < 0 or not 1 <= first <= last:
+                raise ConfigError(
+                    f"absence of client {client} in rounds {first}..{last}; clients count from 0, "
+                    "rounds from 1, and the first is not after the last"
+                )
 
     def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        if self.rate == 0.0:
-            return np.zeros(num_clients, np.bool_)
-        generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
-        return generator.random(num_clients) < self.rate
-
-
-@dataclass(frozen=True)
-class Absence:
-    """Client ``client`` takes no part from round ``first`` to round ``last``, both included."""
-
-    client: int
-    first: int
-    last: int
-
-    def __post_init__(self) -> None:
-        if self.client < 0 or not 1 <= self.first <= self.last:
-            raise ConfigError(
-                f"absence of client {self.client} in rounds {self.first}..{self.last}; "
-                "clients count from 0, rounds from 1, and the first is not after the last"
-            )
-
-
-@dataclass(frozen=True)
-class ScriptedDropout:
-    """Absences written down one by one, on top of an optional random schedule.
-
-    >>> script = ScriptedDropout((Absence(client=1, first=2, last=3),))
-    >>> [script.dropped(k, 3).tolist() for k in (1, 2)]
-    [[False, False, False], [False, True, False]]
-    """
-
-    absences: tuple[Absence, ...]
-    random: BernoulliDropout = field(default_factory=BernoulliDropout)
-
-    @property
-    def rate(self) -> float:
-        return self.random.rate
-
-    def dropped(self, round_number: int, num_clients: int) -> BoolArray:
-        away = self.random.dropped(round_number, num_clients)
-        for absence in self.absences:
-            if absence.client < num_clients and absence.first <= round_number <= absence.last:
-                away[absence.client] = True
+        """Return, for each client, whether it drops out of this round."""
+        away = np.zeros(num_clients, np.bool_)
+        if self.rate:
+            generator = np.random.default_rng([self.seed, _DROPOUTS, round_number])
+            away = generator.random(num_clients) < self.rate
+        for client, first, last in self.absences:
+            if client < num_clients and first <= round_number <= last:
+                away[client] = True
         return away
 
 

@@ -1,9 +1,7 @@
 """Levels of ``width`` bits, packed without gaps, the first lowest.
 
-Eight levels always take ``width`` whole bytes, so blocks of a multiple of eight levels start on a
-byte and can be packed independently.
-
-The kernels take eight levels at a time inside 64-bit words. The ``close`` functions squeeze the
+Eight levels always take ``width`` whole bytes. The kernels take so many at a time inside 64-bit
+words. The ``close`` functions squeeze the
 unused high bits out of the lanes of a word, the ``open`` functions put them back. Loads and stores
 are written byte by byte, which is right on every byte order, and the compiler merges them.
 """
@@ -14,17 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH, level_dtype
+from aqg.core.types import Levels
 from aqg.errors import MessageError, WireError
 from aqg.jit import njit, part
-from aqg.parallel import map_threads
-
-Levels = NDArray[np.uint8] | NDArray[np.uint16]
-Unsigned = NDArray[np.unsignedinteger]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-BLOCK_LENGTH = 1 << 21
-"""Levels per thread's piece of work; a multiple of eight."""
 
 
 def packed_size(length: int, width: int) -> int:
@@ -46,7 +38,7 @@ def read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:
     return view
 
 
-def pack(levels: Unsigned, width: int, *, threads: int | None = None) -> NDArray[np.uint8]:
+def pack(levels: Levels, width: int) -> NDArray[np.uint8]:
     """Pack ``levels``, each below ``2^width``, into ``packed_size(len(levels), width)`` bytes.
 
     >>> pack(np.array([1, 2, 3], np.uint8), 4)
@@ -57,22 +49,12 @@ def pack(levels: Unsigned, width: int, *, threads: int | None = None) -> NDArray
         raise MessageError(f"level {int(levels.max())} does not fit into {width} bits")
     if width in (8, 16):
         return levels.astype(f"<u{width // 8}").view(np.uint8)
-    source: Unsigned = read_only(levels.astype(level_dtype(width), copy=False))
     packed = np.empty(packed_size(len(levels), width), np.uint8)
-
-    def pack_from(start: int) -> None:
-        stop = min(start + BLOCK_LENGTH, len(levels))
-        _pack_block(
-            source[start:stop], width, packed[start // 8 * width : packed_size(stop, width)]
-        )
-
-    map_threads(pack_from, range(0, len(levels), BLOCK_LENGTH), threads)
+    _pack(read_only(levels.astype(level_dtype(width), copy=False)), width, packed)
     return packed
 
 
-def unpack(
-    packed: NDArray[np.uint8], width: int, length: int, *, threads: int | None = None
-) -> Levels:
+def unpack(packed: NDArray[np.uint8], width: int, length: int) -> Levels:
     """Return the ``length`` levels that `pack` packed; refuse any other bytes.
 
     >>> unpack(np.array([33, 3], np.uint8), 4, 3)
@@ -88,16 +70,9 @@ def unpack(
     if used_bits and int(packed[-1]) >> used_bits:
         raise WireError(f"the last packed byte is {int(packed[-1])}; its unused bits must be zero")
     if width in (8, 16):
-        return packed.view(f"<u{width // 8}").astype(level_dtype(width))  # type: ignore[return-value]
-    source = read_only(packed)
-    levels: Levels = np.empty(length, level_dtype(width))  # type: ignore[assignment]
-
-    def unpack_from(start: int) -> None:
-        stop = min(start + BLOCK_LENGTH, length)
-        bytes_of_block = source[start // 8 * width : packed_size(stop, width)]
-        _unpack_block(bytes_of_block, width, levels[start:stop])
-
-    map_threads(unpack_from, range(0, length, BLOCK_LENGTH), threads)
+        return packed.view(f"<u{width // 8}").astype(level_dtype(width))
+    levels: Levels = np.empty(length, level_dtype(width))
+    _unpack(read_only(packed), width, levels)
     return levels
 
 
@@ -107,8 +82,8 @@ def _check_width(width: int) -> None:
 
 
 @njit()
-def _pack_block(levels: Unsigned, width: int, packed: NDArray[np.uint8]) -> None:
-    """Pack one block; ``packed`` holds exactly ``ceil(len(levels)·width / 8)`` bytes."""
+def _pack(levels: Levels, width: int, packed: NDArray[np.uint8]) -> None:
+    """Fill ``packed``, which holds exactly ``ceil(len(levels)·width / 8)`` bytes."""
     groups = _num_groups(len(levels), width, len(packed))
     # Widths that divide a byte have loops of their own: simple enough to become SIMD code.
     if width == 4:
@@ -156,7 +131,7 @@ def _num_groups(num_levels: int, width: int, num_bytes: int) -> int:
 
 
 @njit()
-def _unpack_block(packed: NDArray[np.uint8], width: int, levels: Unsigned) -> None:
+def _unpack(packed: NDArray[np.uint8], width: int, levels: Levels) -> None:
     groups = _num_groups(len(levels), width, len(packed))
     if width == 4:
         for i in range(4 * groups):
@@ -192,7 +167,7 @@ def _unpack_block(packed: NDArray[np.uint8], width: int, levels: Unsigned) -> No
 
 
 @part(forceinline=True)
-def _load(source: Unsigned, start: int, lanes: int) -> np.uint64:
+def _load(source: Levels, start: int, lanes: int) -> np.uint64:
     """Read four or eight numbers, the first into the lowest lane of a word."""
     at = np.uint64(start)
     word = np.uint64(source[at])
@@ -202,7 +177,7 @@ def _load(source: Unsigned, start: int, lanes: int) -> np.uint64:
 
 
 @part(forceinline=True)
-def _store(target: Unsigned, start: int, lanes: int, word: np.uint64) -> None:
+def _store(target: Levels, start: int, lanes: int, word: np.uint64) -> None:
     """Write what is in the lanes, which are as wide as what ``target`` holds."""
     at = np.uint64(start)
     for lane in range(lanes):

@@ -221,7 +221,7 @@ def encode_levels(
         if len(coded) < len(best):
             best, mode = coded, Mode.CONTEXT if hints is None else Mode.HINTED
     if packed_size(len(upload), upload.width) <= len(best):
-        best, mode = pack(upload.levels, upload.width, threads=threads).tobytes(), Mode.RAW
+        best, mode = pack(upload.levels, upload.width).tobytes(), Mode.RAW
     if places is not None and len(few := payloads.encode_gaps(upload, places)) < len(best):
         best, mode = few, Mode.GAPS
     return mode, best
@@ -277,7 +277,7 @@ def decode_levels(
 ) -> Levels:
     """Undo `encode_levels`; levels may be beyond the grid."""
     if mode is Mode.RAW:
-        return unpack(payload, width, length, threads=threads)
+        return unpack(payload, width, length)
     if mode is Mode.CODED:
         planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
         return join_levels(planes, width)

@@ -38,11 +38,12 @@ from aqg.wire.sections import (
     BYTES,
     Alphabet,
     Plane,
+    decode_floats,
     decode_planes,
     encode_planes,
     join_bytes,
     split_bytes,
-    split_dense,
+    split_floats,
 )
 from aqg.wire.varint import Reader, write_part, write_varint
 
@@ -102,7 +103,7 @@ def decode_values(
 
 
 def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
-    coded = encode_planes(split_dense(upload.dense), threads)
+    coded = encode_planes(split_floats(upload.dense), threads)
     if len(coded) < 4 * len(upload):
         return Mode.DENSE_CODED, coded
     return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
@@ -115,22 +116,17 @@ def _decode_dense(reader: Reader, length: int, _: int | None) -> DenseUpload:
 
 
 def _decode_dense_coded(reader: Reader, length: int, threads: int | None) -> DenseUpload:
-    rotated = join_bytes(decode_planes(reader.rest(), [BYTES] * 4, length, threads), np.uint32)
-    bits = rotated >> np.uint32(1) | rotated << np.uint32(31)
-    return DenseUpload(bits.view(np.float32))
+    return DenseUpload(decode_floats(reader.rest(), np.float32, length, threads))
 
 
 def _encode_half(upload: HalfUpload, threads: int | None) -> bytes:
-    bits = np.ascontiguousarray(upload.halves).view(np.uint16)
-    planes = split_bytes(bits << np.uint16(1) | bits >> np.uint16(15), [BYTES] * 2)
-    return bytes([upload.exponent + EXPONENT_OFFSET]) + encode_planes(planes, threads)
+    coded = encode_planes(split_floats(upload.halves), threads)
+    return bytes([upload.exponent + EXPONENT_OFFSET]) + coded
 
 
 def _decode_half(reader: Reader, length: int, threads: int | None) -> HalfUpload:
     exponent = reader.byte("the exponent") - EXPONENT_OFFSET
-    rotated = join_bytes(decode_planes(reader.rest(), [BYTES] * 2, length, threads), np.uint16)
-    bits = rotated >> np.uint16(1) | rotated << np.uint16(15)
-    return HalfUpload(bits.view(np.float16), exponent)
+    return HalfUpload(decode_floats(reader.rest(), np.float16, length, threads), exponent)
 
 
 def _encode_sparse(upload: SparseUpload, threads: int | None) -> bytes:

@@ -29,6 +29,7 @@ from aqg.wire.tables import MIN_SCALE_BITS, Table, choose_table, least_bits, rea
 from aqg.wire.varint import Reader, write_part
 
 Unsigned = TypeVar("Unsigned", np.uint16, np.uint32, np.uint64)
+Float = TypeVar("Float", np.float16, np.float32)
 
 MANY_LANES_BYTES = 1 << 14
 """Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
@@ -101,7 +102,7 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
             coded += encode_symbols(plan.symbols, plan.table, plan.lanes)
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
-    packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width, threads=1)
+    packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width)
     return bytes([Method.PACKED]) + packed.tobytes()
 
 
@@ -117,7 +118,7 @@ def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray
     if method is Method.PACKED:
         if head:
             raise WireError(f"a packed section starts with byte {head}; it must be 0")
-        symbols[:] = unpack(data[1:], alphabet.width, len(symbols), threads=1)
+        symbols[:] = unpack(data[1:], alphabet.width, len(symbols))
         return
     table, table_bytes = read_table(
         data[1:],
@@ -172,7 +173,7 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
 def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
     """Put ``group_length`` symbols into each byte, the first lowest; fill up with zeros."""
     if 8 % alphabet.width == 0:
-        return pack(symbols, alphabet.width, threads=1)
+        return pack(symbols, alphabet.width)
     groups = symbols[::2].copy()
     odd = symbols[1::2]
     groups[: len(odd)] |= odd << alphabet.width
@@ -181,7 +182,7 @@ def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
 
 def _ungroup(groups: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
     if 8 % alphabet.width == 0:
-        symbols[:] = unpack(groups, alphabet.width, len(symbols), threads=1)
+        symbols[:] = unpack(groups, alphabet.width, len(symbols))
         return
     symbols[::2] = groups & ((1 << alphabet.width) - 1)
     symbols[1::2] = groups[: len(symbols) // 2] >> alphabet.width
@@ -271,21 +272,23 @@ def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray
     return numbers
 
 
-def split_dense(values: NDArray[np.float32]) -> list[Plane]:
-    bits = read_only(values).view(np.uint32)
-    planes = np.empty((4, len(bits)), np.uint8)
-    _split(bits, planes)
-    return [Plane(plane, BYTES) for plane in planes]
+def split_floats(values: NDArray[np.floating[Any]]) -> list[Plane]:
+    """Return the planes of half or single precision, after the sign has gone to the lowest bit."""
+    bits = np.ascontiguousarray(values).view(f"u{values.itemsize}")
+    kind = bits.dtype.type
+    rotated = bits << kind(1) | bits >> kind(8 * values.itemsize - 1)
+    return split_bytes(rotated, [BYTES] * values.itemsize)
 
 
-@njit()
-def _split(bits: Any, planes: Any) -> None:
-    for i in range(len(bits)):
-        rotated = np.uint32(bits[i] << np.uint32(1)) | np.uint32(bits[i] >> np.uint32(31))
-        planes[0, i] = rotated
-        planes[1, i] = rotated >> np.uint32(8)
-        planes[2, i] = rotated >> np.uint32(16)
-        planes[3, i] = rotated >> np.uint32(24)
+def decode_floats(
+    payload: NDArray[np.uint8], kind: type[Float], length: int, threads: int | None
+) -> NDArray[Float]:
+    """Undo `split_floats` and `encode_planes`."""
+    size = np.dtype(kind).itemsize
+    unsigned: Any = np.uint16 if size == 2 else np.uint32
+    rotated = join_bytes(decode_planes(payload, [BYTES] * size, length, threads), unsigned)
+    bits = rotated >> unsigned(1) | rotated << unsigned(8 * size - 1)
+    return bits.view(kind)
 
 
 def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:

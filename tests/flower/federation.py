@@ -1,0 +1,169 @@
+"""Three clients of our own server in memory: their files and faults, and the simulator's run."""
+
+import json
+
+import numpy as np
+
+from aqg import make_recipe
+from aqg.channel.client import CopyStore
+from aqg.core.downlink import resolve_downlink
+from aqg.core.recipe import kind_of_updates
+from aqg.core.server import Step
+from aqg.flower import FlowerTask, make_client_app, make_server_app
+from aqg.flower.journal import RunLogger
+from aqg.protocol.book import book_from_arrays
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
+from aqg.sim.reference import ReferenceSimulation
+from aqg.sim.training import Training
+
+from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.problems import tiny_problem
+
+ALPHA = 0.1
+DOWNLINKS = ("full", "exact", "condensed")
+PROBLEM = tiny_problem(num_clients=3, unequal=True)
+NODES = (11, 18, 25)
+LOST = object()
+_KEYS = {"rounds": "num-server-rounds", "participation": "fraction-train"}
+
+
+def samples_of(context):
+    return PROBLEM.clients[int(context.node_config["partition-id"])]
+
+
+def task_of(context):
+    return FlowerTask.from_objective(PROBLEM.objective, *samples_of(context))
+
+
+def round_of(message):
+    """Return the round that a train message belongs to; 0 for other messages."""
+    kind = message.metadata.message_type
+    return int(message.metadata.group_id) if kind == "train" else 0
+
+
+def at(rounds, node, act=lambda message: LOST):
+    """Return what acts on the messages to or from a node in some rounds.
+
+    A message is lost where that returns ``LOST``.
+    """
+    rounds = {rounds} if isinstance(rounds, int) else set(rounds)
+
+    def pass_on(who, message):
+        is_due = who == node and round_of(message) in rounds
+        return None if is_due and act(message) is LOST else message
+
+    return pass_on
+
+
+class Federation:
+    """Three nodes, a run directory, and a state directory for each node."""
+
+    def __init__(self, path, task=task_of, **config):
+        self.path = path
+        self.config = {
+            "num-clients": 3,
+            "num-server-rounds": 8,
+            "alpha": ALPHA,
+            "recipe": "qgd",
+            "downlink": "exact",
+            "weighting": "equal",
+            "exact": True,
+            "trust-partition-id": True,
+            "round-timeout": 1.0,
+            "start-timeout": 2.0,
+            "run-dir": str(path / "run"),
+            "client-state-dir": str(path / "nodes"),
+        } | {_KEYS.get(key, key).replace("_", "-"): value for key, value in config.items()}
+        nodes = {NODES[index]: {"partition-id": index} for index in (2, 0, 1)}
+        app = make_client_app(task)
+        self.grid = MemoryGrid(app, nodes, self.config, keeps_memories=True)
+
+    def run(self, start=PROBLEM.initial_params, **options):
+        """Run to the end, or on from the checkpoint; return the final model."""
+        finals = []
+        app = make_server_app(start, on_finish=finals.append, **options)
+        app(self.grid, server_context(self.config))
+        return finals[0]
+
+    def rows(self):
+        text = (self.path / "run" / "rounds.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def summary(self):
+        return json.loads((self.path / "run" / "summary.json").read_text())
+
+    @property
+    def checkpoint(self):
+        return read_arrays(self.path / "run" / "checkpoint.npz")
+
+    def total(self, name):
+        return sum(row[name] for row in self.rows())
+
+    def incidents(self, kind):
+        """Return round and client of every incident of a kind."""
+        found = [(row["round"], row.get("incidents", [])) for row in self.rows()]
+        return [(k, one["client"]) for k, row in found for one in row if one["kind"] == kind]
+
+    def texts(self):
+        """Return what is said of all incidents."""
+        return {one["text"] for row in self.rows() for one in row.get("incidents", [])}
+
+    def place_of(self, client):
+        return self.path / "nodes" / f"partition-{client}"
+
+    def copy_of(self, client):
+        (found,) = (path for path in self.place_of(client).iterdir() if "-" not in path.name)
+        return found
+
+    def mirror_of(self, client):
+        (found,) = self.place_of(client).glob("*-*")
+        return found
+
+    def agree(self):
+        """Whether every client's mirror and model on disk are the server's."""
+        arrays = self.checkpoint
+        updates = kind_of_updates(self.config["exact"], self.config.get("fraction-train", 1.0))
+        recipe = make_recipe(self.config["recipe"]).for_updates(updates)
+        downlink = resolve_downlink(self.config["downlink"], recipe)
+        book = book_from_arrays(arrays, recipe, Step(0.0, downlink=downlink), None)
+        digest = arrays["copy_digest"].tobytes()  # of the final evaluation
+        for client in range(3):
+            path, run = self.mirror_of(client), f"{arrays['run']}0"
+            mirror = ClientStore(DirectoryVault(path), path.name).load()
+            held = CopyStore(DirectoryVault(self.place_of(client) / run), run).load()
+            assert mirror is not None
+            assert held is not None
+            position = mirror.current.state.track.position[0]
+            if (
+                mirror.current.stamp != book.entries[client].stamp
+                or held[0].digest != digest
+                or not np.array_equal(position, book.state.mirror(client))
+                or not np.array_equal(held[0].vector, book.parameters)
+            ):
+                return False
+        return True
+
+
+def reference(recipe, rounds, step_size=ALPHA, **training):
+    """Return the simulator after so many rounds."""
+    training, made = Training(**training), make_recipe(recipe)
+    simulation = ReferenceSimulation(PROBLEM, made, step_size, seed=0, training=training)
+    for _ in range(rounds):
+        simulation.run_round()
+    return simulation
+
+
+class KilledError(BaseException):
+    """Stands for the end of the server's process."""
+
+
+class Killer(RunLogger):
+    """Ends the server in the middle of its work."""
+
+    def __init__(self, at_round):
+        self.at_round = at_round
+
+    def round(self, report):
+        if report.line.record.round == self.at_round:
+            raise KilledError
