@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -31,7 +31,7 @@ from aqg.runs.config import (
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
-from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train
+from aqg.runs.plan import Batch, StudyPlan, prepare, train
 from aqg.runs.stopping import Target
 from aqg.sim.backends import check_device
 from aqg.spec import Code
@@ -53,7 +53,6 @@ from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sec
 from aqg.studies.paper.tables import all_tables, keep_results
 
 _SEEDS = 5
-JobType = TypeVar("JobType", bound=Job)
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _lock(directory: Path) -> AbstractContextManager[None]:
 
 def _run_study(
     console: Console,
-    plan: StudyPlan[JobType],
+    plan: StudyPlan[Any],
     name: str,
     directory: Path,
     where: Where,
@@ -124,11 +123,13 @@ def _run_study(
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(Overview(console, plan, name))
 
-            def make_task(job: JobType) -> Train:
-                folder, ceiling = directory / job.name, plan.ceiling(job)
-                return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
-
-            carry_out(plan.next, make_task, place, plan.take, shown.show)
+            carry_out(
+                plan.next,
+                lambda job: train(job, minima, directory, where.data_dir, keeps_models),
+                place,
+                plan.take,
+                shown.show,
+            )
         except Interrupted:
             if not is_begun:
                 raise Interrupted("stopped before the first run; nothing was written") from None
