@@ -13,8 +13,7 @@ from aqg.cli.display import sweep_table
 from aqg.cli.options import RunOptions, SweepOptions
 from aqg.cli.run import run_command
 from aqg.cli.studies import sweep as sweep_command
-from aqg.errors import AqgError, RunError
-from aqg.runs.files import locked
+from aqg.errors import AqgError
 from aqg.studies.sweep import create_sweep, open_sweep
 
 from tests.commands import contents, interrupt, run_alone, started, wait_for
@@ -69,14 +68,6 @@ def test_lines_table_and_results(whole, capsys):
     assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
         [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
     )
-
-
-def test_one_command_at_a_time(whole):
-    with (
-        locked(whole / "whole"),
-        pytest.raises(RunError, match="is in use by another process; wait until it has ended"),
-    ):
-        sweep_command(SweepOptions(resume=whole / "whole"))
 
 
 def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):

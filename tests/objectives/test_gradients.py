@@ -80,22 +80,6 @@ def test_matches_automatic_differentiation(model, num_classes, l2, scaling, clie
     np.testing.assert_array_equal(objective.losses(*tensors).numpy(), torch_losses.numpy())
 
 
-@pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
-def test_matches_finite_differences(model, num_classes, l2, scaling):
-    objective = make_objective(model, NUM_FEATURES, num_classes, l2, scaling)
-    params, features, labels = draw(objective, (3,), num_classes)
-    _, gradients = objective.losses_and_gradients(params, features, labels)
-    step = 1e-5
-    for index in range(objective.num_params):
-        offset = np.zeros_like(params)
-        offset[index] = step
-        above = objective.losses(params + offset, features, labels)
-        below = objective.losses(params - offset, features, labels)
-        np.testing.assert_allclose(
-            gradients[:, index], (above - below) / (2 * step), rtol=1e-6, atol=1e-7
-        )
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
 def test_cuda_agrees_with_numpy(model, num_classes, l2, scaling):

@@ -149,7 +149,7 @@ def test_equals_the_closed_form(model, leading, scaling):
 
 
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
-def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling):
+def test_cnn_gradient_is_that_of_autograd(scaling):
     objective = cnn_objective(l2=0.1, scaling=scaling)
     features, labels = make_samples(NUM_PIXELS)
     params = objective.init_params(0)
@@ -164,11 +164,6 @@ def test_cnn_gradient_is_that_of_autograd_and_of_differences(scaling):
     expected = torch.cat([value.grad.reshape(-1) for value in module.parameters()])
     assert loss == pytest.approx(by_hand.item(), rel=1e-12)
     assert_close(gradient, expected.numpy(), "float64")
-
-    direction = np.random.default_rng(3).normal(size=len(params)) * 1e-5
-    after = objective.losses(params + direction, features, labels)
-    before = objective.losses(params - direction, features, labels)
-    assert (after - before) / 2 == pytest.approx(gradient @ direction, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -428,26 +423,34 @@ def test_randomness_inside_forward_is_refused(leading):
     calm.losses_and_gradients(params, *make_samples(6, leading))
 
 
-def test_bad_settings_are_named():
+NO_REDUCTION = nn.CrossEntropyLoss(reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: "cnn", {}, r"module is a str, not a torch\.nn\.Module"),
+        (lambda: nn.Linear(6, 3), {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
+        (lambda: nn.Linear(6, 3), {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
+        (lambda: nn.Linear(6, 3), {"input_shape": ()}, "is not a tuple of integers above 0"),
+        (lambda: nn.Linear(6, 3), {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
+        (nn.ReLU, {}, "ReLU has 0 parameters that require a gradient"),
+        (lambda: nn.Linear(6, 3, device="meta"), {}, "parameter 'weight' has no values yet"),
+        (lambda: nn.Linear(6, 3, dtype=torch.complex64), {}, r"parameter 'weight' is complex64"),
+        (
+            lambda: nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0),
+            {"reset": True},
+            r"self_attn \(MultiheadAttention\) has none",
+        ),
+    ],
+)
+def test_bad_settings_are_named(make, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Objective.from_module(make(), **options)
+
+
+def test_a_module_that_cannot_be_copied_is_named():
     linear = nn.Linear(6, 3)
-    with pytest.raises(ConfigError, match=r"module is a str, not a torch\.nn\.Module"):
-        Objective.from_module("cnn")
-    with pytest.raises(ConfigError, match="l2 -1 is not a finite number of at least 0"):
-        Objective.from_module(linear, l2=-1)
-    with pytest.raises(ConfigError, match="scaling 'max' is not one of mean, sum"):
-        Objective.from_module(linear, scaling="max")
-    for shape in (), (1, 0):
-        with pytest.raises(ConfigError, match="is not a tuple of integers above 0"):
-            Objective.from_module(linear, input_shape=shape)
-    with pytest.raises(ConfigError, match="ReLU has 0 parameters that require a gradient"):
-        Objective.from_module(nn.ReLU())
-    with pytest.raises(ConfigError, match="parameter 'weight' has no values yet"):
-        Objective.from_module(nn.Linear(6, 3, device="meta"))
-    with pytest.raises(ConfigError, match=r"parameter 'weight' is complex64"):
-        Objective.from_module(nn.Linear(6, 3, dtype=torch.complex64))
-    layer = nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0)
-    with pytest.raises(ConfigError, match=r"self_attn \(MultiheadAttention\) has none"):
-        Objective.from_module(layer, reset=True)
     linear.result = linear.weight * 2  # torch cannot copy what was computed
     with pytest.raises(ConfigError, match="Linear cannot be copied"):
         Objective.from_module(linear)
@@ -459,18 +462,16 @@ def test_bad_arguments_are_named():
     features, labels = make_samples(NUM_PIXELS)
     with pytest.raises(ConfigError, match="seed -1 is not"):
         objective.init_params(-1)
-    with pytest.raises(ConfigError, match=r"parameters have shape \(3,\); module needs"):
-        objective.losses(params[:3], features, labels)
-    with pytest.raises(ConfigError, match=r"module needs \(\.\.\., samples, 64\)"):
-        objective.predict(params, features[:, :9])
-    with pytest.raises(ConfigError, match="parameters are float32 and features float64"):
-        objective.losses(params.astype(np.float32), features, labels)
-    with pytest.raises(ConfigError, match=r"labels have shape \(3,\)"):
-        objective.losses_and_gradients(params, features, labels[:3])
-    with pytest.raises(DataError, match="a client has 0 samples"):
-        objective.losses(params, features[:0], labels[:0])
-    unreduced = nn.CrossEntropyLoss(reduction="none")
-    objective = Objective.from_module(nn.Linear(6, 3), unreduced)
+    for arguments, message in (
+        ((params[:3], features, labels), r"parameters have shape \(3,\); module needs"),
+        ((params, features[:, :9], labels), r"module needs \(\.\.\., samples, 64\)"),
+        ((params.astype(np.float32), features, labels), "are float32 and features float64"),
+        ((params, features, labels[:3]), r"labels have shape \(3,\)"),
+        ((params, features[:0], labels[:0]), "a client has 0 samples"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            objective.losses_and_gradients(*arguments)
+    objective = Objective.from_module(nn.Linear(6, 3), NO_REDUCTION)
     for leading in (), (2,):
         with pytest.raises(ConfigError, match=r"loss has shape \(9,\); it must be one number"):
             objective.losses(objective.init_params(0), *make_samples(6, leading))
@@ -512,18 +513,3 @@ def test_torch_backend_takes_the_same_decisions():
     for _ in range(25):
         assert other.run_round().widths == cpu.run_round().widths
     assert_close(other.parameters, cpu.parameters, "float64")
-
-
-@pytest.mark.soak
-def test_lean_trains_a_cnn_as_gradient_descent_does_for_fewer_bytes():
-    problem = image_problem()
-    losses, sizes = {}, {}
-    for name in "gd", "lean":
-        simulation = FastSimulation(problem, make_recipe(name), 0.04)
-        start = simulation.loss()
-        sizes[name] = sum(simulation.run_round(evaluate=False).upload_bytes for _ in range(200))
-        losses[name] = simulation.loss()
-        assert losses[name] < start / 10
-        assert problem.test_accuracy(simulation.parameters) == 1.0
-    assert losses["lean"] < 1.1 * losses["gd"]
-    assert sizes["lean"] < sizes["gd"] / 10

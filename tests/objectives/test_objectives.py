@@ -25,19 +25,6 @@ def as_kind(kind, *arrays):
     return [torch.from_numpy(array) for array in arrays]
 
 
-def test_paper_sizes():
-    assert make_objective("softmax", 784, 10, 0.01, "mean").num_params == 7850
-    assert make_objective("mlp:200", 784, 10, 0.01, "mean").num_params == 159010
-    assert make_objective("logistic", 34, 2, 0.01, "sum").num_params == 34
-
-
-@pytest.mark.parametrize(("model", "num_classes"), MODELS)
-def test_name_builds_the_same_objective_again(model, num_classes):
-    objective = make(model, num_classes)
-    assert objective.name == model
-    assert make(objective.name, num_classes).layout == objective.layout
-
-
 def test_only_regularized_linear_models_are_strongly_convex():
     assert make("logistic", 2).convex
     assert make("softmax", 3).convex

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aqg.errors import RunError
-from aqg.report.frontier import find_studies, of_runs, of_study
+from aqg.report.frontier import of_runs, of_studies
 from aqg.report.runs import compare, read_runs
 from aqg.report.write import Outputs, write_report
 from aqg.runs.directory import ROUNDS
@@ -70,8 +70,9 @@ def study(tmp_path):
 
 
 def test_a_study_has_a_panel_for_each_task(study):
-    assert find_studies([study]) == [study]
-    [panel] = of_study(study)
+    found = of_studies([study])
+    assert list(found) == [study]
+    [panel] = found[study]
     assert [(point.recipe, point.is_reached_by_all) for point in panel.points] == [
         ("fedavg", True),
         ("stc", False),

@@ -45,7 +45,7 @@ def go_on(workers, directory):
     minima = prepare(workers, [job.config for job in batch.left], None)
     carry_out(
         batch.next,
-        lambda job: train(job.config, minima, directory / job.name, None),
+        lambda job: train(job, minima, directory, None),
         workers,
         batch.take,
         lambda job, event: events.append(event),

@@ -15,12 +15,12 @@ import click
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.text import Text
 
 from aqg import __version__
 from aqg.cli import studies
-from aqg.cli.display import measured, metric_title, say
+from aqg.cli.display import measured, metric_title, progress_bars, say
 from aqg.cli.options import (
     CompareOptions,
     ReproduceOptions,
@@ -36,8 +36,9 @@ from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
 from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
 from aqg.runs.cost import BYTES
-from aqg.runs.directory import CONFIG, output_directory, read_metrics, read_toml
+from aqg.runs.directory import CONFIG, Line, output_directory, read_metrics, read_toml
 from aqg.runs.executor import Interrupted
+from aqg.runs.loop import Progress as RunProgress
 from aqg.runs.loop import read_configs
 from aqg.runs.setup import build_problem, find_minimum, make_simulation
 from aqg.runs.table import Table, format_bytes
@@ -314,26 +315,13 @@ def demo(
 
 
 def _train(console: Console, running: Demo) -> list[dict[str, Any]]:
-    sent = received = 0
-    with Progress(
-        TextColumn("{task.description}", style="bold"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        console=console,
-    ) as bars:
-        state = f"starting Flower's simulation of {running.nodes} nodes"
-        bar = bars.add_task(running.recipe, total=running.rounds, state=state)
+    say(console, f"Flower's simulation of {running.nodes} nodes:")
+    with progress_bars(console, [running.recipe], running.rounds) as watcher:
+        watch, progress = watcher(running.recipe), RunProgress()
 
         def show(line: dict[str, Any]) -> None:
-            nonlocal sent, received
-            sent += line["upload_bytes"]
-            received += line["download_bytes"]
-            loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
-            state = f"loss {loss}  {format_bytes(sent)} up, {format_bytes(received)} down  "
-            state += f"{line['round_seconds']:.1f} s/round"
-            bars.update(bar, completed=line["round"], state=state)
+            progress.add(Line.of(line).record)
+            watch(progress)
 
         return running.run(show)
 

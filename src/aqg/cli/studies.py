@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -31,7 +31,7 @@ from aqg.runs.config import (
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
-from aqg.runs.plan import Batch, Job, StudyPlan, Train, prepare, train
+from aqg.runs.plan import Batch, StudyPlan, prepare, train
 from aqg.runs.stopping import Target
 from aqg.sim.backends import check_device
 from aqg.spec import Code
@@ -48,18 +48,11 @@ from aqg.studies.contest.tasks import (
     parse_target,
     parse_tasks,
 )
-from aqg.studies.paper.outcomes import (
-    RUN_DIRECTORY,
-    Results,
-    adopt_devices,
-    missing_from,
-    read_results,
-)
+from aqg.studies.paper import outcomes
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
 from aqg.studies.paper.tables import all_tables, keep_results
 
 _SEEDS = 5
-JobType = TypeVar("JobType", bound=Job)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def _lock(directory: Path) -> AbstractContextManager[None]:
 
 def _run_study(
     console: Console,
-    plan: StudyPlan[JobType],
+    plan: StudyPlan[Any],
     name: str,
     directory: Path,
     where: Where,
@@ -130,11 +123,13 @@ def _run_study(
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(Overview(console, plan, name))
 
-            def make_task(job: JobType) -> Train:
-                folder, ceiling = directory / job.name, plan.ceiling(job)
-                return train(job.config, minima, folder, where.data_dir, ceiling, keeps_models)
-
-            carry_out(plan.next, make_task, place, plan.take, shown.show)
+            carry_out(
+                plan.next,
+                lambda job: train(job, minima, directory, where.data_dir, keeps_models),
+                place,
+                plan.take,
+                shown.show,
+            )
         except Interrupted:
             if not is_begun:
                 raise Interrupted("stopped before the first run; nothing was written") from None
@@ -393,7 +388,7 @@ def reproduce(options: ReproduceOptions) -> int:
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
-        show_results(console, read_results(options.saved))
+        show_results(console, outcomes.read_results(options.saved))
         return 0
     scale = QUICK if options.quick else FULL
     name = "reproduce-quick" if options.quick else "reproduce"
@@ -401,7 +396,7 @@ def reproduce(options: ReproduceOptions) -> int:
     best = "cuda" if visible_gpus() else "cpu"
     plan = make_plan(scale, options.device or best, parse_sections(options.only))
     if options.missing is not None:
-        plan = missing_from(options.missing, plan)
+        plan = outcomes.missing_from(options.missing, plan)
     code = run_plan(
         console, plan, directory, Where(options.jobs, options.cluster, options.data_dir)
     )
@@ -411,9 +406,9 @@ def reproduce(options: ReproduceOptions) -> int:
 
 
 def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
-    runs = directory / RUN_DIRECTORY
+    runs = directory / outcomes.RUN_DIRECTORY
     with _lock(runs):
-        batch = Batch((planned.run for planned in adopt_devices(plan, directory)), runs)
+        batch = Batch((planned.run for planned in outcomes.adopt_devices(plan, directory)), runs)
         before, place = f"{batch.num_before} finished before", where.describe(len(batch.left))
         say(console, f"{len(plan)} runs, {before}, {place}, in {directory}")
         if not batch.left:
@@ -424,7 +419,7 @@ def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, wh
         return _report_failures(batch, len(plan), again)
 
 
-def show_results(console: Console, results: Results) -> None:
+def show_results(console: Console, results: outcomes.Results) -> None:
     widen(console, 200)
     for note in results.about["notes"]:
         say(console, f"Shortened: {note}", style="yellow")

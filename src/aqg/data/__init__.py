@@ -11,7 +11,6 @@ from aqg.data.datasets import (
 from aqg.data.partitions import (
     PARTITIONS,
     Partition,
-    PartitionRow,
     format_partition_table,
     parse_partition,
     partition_table,
@@ -23,7 +22,6 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "Partition",
-    "PartitionRow",
     "data_directory",
     "format_partition_table",
     "is_dataset_file",

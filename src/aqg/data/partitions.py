@@ -16,9 +16,9 @@ Every part is a sorted int64 array of indices into the training set. Parts never
 empty, and all but ``source`` use every sample. The same seed gives the same parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,51 +251,38 @@ def parse_partition(spec: str) -> Partition:
     return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
-class PartitionRow(TypedDict):
-    """What one client holds: samples in all, per label and per source; and its name in the data."""
-
-    client: int
-    samples: int
-    labels: list[int]
-    sources: NotRequired[list[int]]
-    name: NotRequired[str]
-
-
-def partition_table(dataset: Dataset, parts: Sequence[NDArray[np.int64]]) -> list[PartitionRow]:
-    """Return one row per client; ``labels[c]`` counts its samples of label ``c``."""
-    rows: list[PartitionRow] = []
-    num_sources = 0 if dataset.sources is None else int(dataset.sources.max()) + 1
+def partition_table(
+    dataset: Dataset, parts: Sequence[NDArray[np.int64]]
+) -> list[dict[str, int | str]]:
+    """Return one row per client: its samples in all, of each label and of each source."""
+    columns = {"label": (dataset.labels, dataset.num_classes)}
+    if dataset.sources is not None:
+        columns["source"] = (dataset.sources, int(dataset.sources.max()) + 1)
+    rows = []
     for client, part in enumerate(parts):
-        row: PartitionRow = {"client": client, "samples": len(part), "labels": []}
-        if dataset.num_classes:
-            counts = np.bincount(dataset.labels[part], minlength=dataset.num_classes)
-            row["labels"] = counts.tolist()
-        if dataset.sources is not None:
-            row["sources"] = np.bincount(dataset.sources[part], minlength=num_sources).tolist()
+        row: dict[str, int | str] = {"client": client, "samples": len(part)}
+        for name, (values, count) in columns.items():
+            if count:
+                found = np.bincount(values[part], minlength=count).tolist()
+                row |= {f"{name} {number}": held for number, held in enumerate(found)}
         rows.append(row)
     return rows
 
 
-def format_partition_table(rows: Sequence[PartitionRow]) -> str:
+def format_partition_table(rows: Sequence[Mapping[str, int | str]]) -> str:
     """Return the table as plain text; a dot stands for no sample.
 
-    >>> rows = [{"client": 0, "samples": 12, "labels": [12, 0]},
-    ...         {"client": 1, "samples": 9, "labels": [0, 9]}]
+    >>> rows = [{"client": 0, "samples": 12, "label 0": 12, "label 1": 0},
+    ...         {"client": 1, "samples": 9, "label 0": 0, "label 1": 9}]
     >>> print(format_partition_table(rows))
     client  samples  label 0  label 1
          0       12       12        .
          1        9        .        9
     """
-    header = ["client", "samples"]
-    header += [f"label {label}" for label in range(len(rows[0]["labels"]))]
-    header += [f"source {source}" for source in range(len(rows[0].get("sources", [])))]
-    header += ["name"] if "name" in rows[0] else []
-    lines = ["  ".join(header)]
+    lines = ["  ".join(rows[0])]
     for row in rows:
-        counts = [str(count or ".") for count in (*row["labels"], *row.get("sources", []))]
-        cells = [str(row["client"]), str(row["samples"]), *counts]
-        cells += [row["name"]] if "name" in row else []
-        lines.append(
-            "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, header, strict=True))
-        )
+        cells = {
+            name: str(value) if value or name == "client" else "." for name, value in row.items()
+        }
+        lines.append("  ".join(cell.rjust(len(name)) for name, cell in cells.items()))
     return "\n".join(lines)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError, DataError
 from aqg.jit import njit
 from aqg.objectives.base import Array, Layout, Objective, Scaling
@@ -346,8 +345,17 @@ class Logistic(ClosedForm):
         if not _is_compiled(features):
             return super().losses_and_gradients(params, features, labels)
         self._check(params, features, labels)
-        weight = self.sample_weight(features.shape[-2])
-        return logistic_losses_and_gradients(params, features, labels, weight, self.l2)
+        *clients, num_samples, num_features = features.shape
+        losses = np.empty(math.prod(clients), features.dtype)
+        gradients = np.empty((len(losses), num_features), features.dtype)
+        rows = np.ascontiguousarray(features).reshape(len(losses), num_samples, num_features)
+        targets = np.ascontiguousarray(labels).reshape(len(losses), num_samples)
+        model, weight = np.ascontiguousarray(params), self.sample_weight(num_samples)
+        scores = _score(model, rows)
+        decays = np.exp(-np.abs(scores))  # NumPy's own is faster than a compiled loop
+        samples = rows, targets, scores, decays
+        _write_losses_and_gradients(model, *samples, weight, self.l2, losses, gradients)
+        return losses.reshape(clients)[()], gradients.reshape(*clients, num_features)
 
     def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
         losses, _ = _losses_and_slopes(features @ tensors[0], labels)
@@ -387,122 +395,58 @@ def _losses_and_slopes(scores: Array, labels: Array) -> tuple[Array, Array]:
     return losses, xp.where(positive, -wrongness, wrongness)
 
 
-_SUMS = {"reassoc", "contract", "nsz"}
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH = 6.93147180369123816490e-01  # with 21 zero bits at its end: times an exponent, exact
-_LN2_LOW = 1.90821492927058770002e-10
-_LARGEST = 708.0
-"""``exp(-708)`` is the last that is a normal number."""
 _FACTORS = 512
 """So many numbers from 1 to 2 have a product that is in range."""
 
 
-def logistic_losses_and_gradients(
-    params: FloatArray, features: FloatArray, labels: IntArray, weight: float, l2: float
-) -> tuple[FloatArray, FloatArray]:
-    *clients, num_samples, num_features = features.shape
-    losses = np.empty(math.prod(clients), features.dtype)
-    gradients = np.empty((len(losses), num_features), features.dtype)
-    _logistic_rows(
-        np.ascontiguousarray(params),
-        np.ascontiguousarray(features).reshape(len(losses), num_samples, num_features),
-        np.ascontiguousarray(labels).reshape(len(losses), num_samples),
-        weight,
-        l2,
-        losses,
-        gradients,
-    )
-    return losses.reshape(clients)[()], gradients.reshape(*clients, num_features)
+_SUMS = {"reassoc", "contract", "nsz"}
 
 
 @njit(fastmath=_SUMS)
-def _logistic_rows(
-    params: Any, features: Any, labels: Any, weight: Any, l2: Any, losses: Any, gradients: Any
-) -> None:
+def _score(params: Any, features: Any) -> Any:
     num_clients, num_samples, num_features = features.shape
-    scores = np.empty(num_samples)
-    slopes = np.empty(num_samples)
-    exponents = np.empty(num_samples, np.int64)
-    penalty = 0.0
-    for j in range(num_features):
-        penalty += params[j] * params[j]
+    scores = np.empty((num_clients, num_samples))
     for client in range(num_clients):
-        _write_scores(params, features[client], scores)
-        _write_exponentials(scores, slopes, exponents)
-        total = _loss_and_slopes(scores, labels[client], exponents.view(np.float64), slopes)
-        losses[client] = weight * total + l2 / 2 * penalty
-        _add_gradients(features[client], slopes, weight, gradients[client])
-        for j in range(num_features):
-            gradients[client, j] += l2 * params[j]
-
-
-@njit(fastmath=_SUMS)
-def _write_scores(params: Any, features: Any, scores: Any) -> None:
-    for i in range(len(features)):
-        score = features.dtype.type(0)
-        for j in range(len(params)):
-            score += params[j] * features[i, j]
-        scores[i] = score
-
-
-@njit(error_model="numpy", fastmath={"contract"})
-def _write_exponentials(scores: Any, mantissas: Any, exponents: Any) -> None:
-    """Write ``exp(-|s|)`` as the product of a number around 1 and the bits of a power of two."""
-    for i in range(len(scores)):
-        size = abs(scores[i])
-        size = _LARGEST if size > _LARGEST else size  # NaN stays
-        power = np.rint(size * _LOG2_E)
-        rest = (power * _LN2_HIGH - size) + power * _LN2_LOW
-        # The Taylor series, from the outside in, as two interleaved ones: a shorter chain.
-        square = rest * rest
-        even = 1 / 479001600
-        odd = 1 / 39916800
-        even = even * square + 1 / 3628800
-        odd = odd * square + 1 / 362880
-        even = even * square + 1 / 40320
-        odd = odd * square + 1 / 5040
-        even = even * square + 1 / 720
-        odd = odd * square + 1 / 120
-        even = even * square + 1 / 24
-        odd = odd * square + 1 / 6
-        even = even * square + 0.5
-        mantissas[i] = 1.0 + (rest + square * (odd * rest + even))
-        exponents[i] = (1023 - np.int64(power if power == power else 0.0)) << 52
+        for i in range(num_samples):
+            score = features.dtype.type(0)
+            for j in range(num_features):
+                score += params[j] * features[client, i, j]
+            scores[client, i] = score
+    return scores
 
 
 @njit(error_model="numpy", fastmath=_SUMS)
-def _loss_and_slopes(scores: Any, labels: Any, powers: Any, slopes: Any) -> Any:
-    """Return ``Σ log(1 + exp(-y s))``; turn the mantissas in ``slopes`` into the derivatives."""
-    total = 0.0
-    for start in range(0, len(scores), _FACTORS):
-        chunk = slice(start, start + _FACTORS)
-        some_slopes, some_labels = slopes[chunk], labels[chunk]
-        some_scores, some_powers = scores[chunk], powers[chunk]
-        excess = 0.0  # of the product over 1, which keeps small losses precise
-        for i in range(len(some_slopes)):
-            sign = 1.0 if some_labels[i] > 0 else -1.0
-            margin = sign * some_scores[i]
-            decay = some_slopes[i] * some_powers[i]
-            excess = excess * (1.0 + decay) + decay
-            total += 0.0 if margin >= 0 else -margin  # NaN counts
-            some_slopes[i] = -sign * (decay if margin >= 0 else 1.0) / (1.0 + decay)
-        total += np.log1p(excess)
-    return total
-
-
-@njit(fastmath=_SUMS)
-def _add_gradients(features: Any, slopes: Any, weight: Any, gradient: Any) -> None:
-    num_samples, num_features = features.shape
-    kind = features.dtype.type
-    gradient[:] = 0
-    for i in range(0, num_samples - 3, 4):  # four at a time: a sum is loaded once for all
-        slope0, slope1 = kind(weight * slopes[i]), kind(weight * slopes[i + 1])
-        slope2, slope3 = kind(weight * slopes[i + 2]), kind(weight * slopes[i + 3])
-        rows = features[i : i + 4]
-        for j in range(num_features):
-            gradient[j] += (slope0 * rows[0, j] + slope1 * rows[1, j]) + (
-                slope2 * rows[2, j] + slope3 * rows[3, j]
-            )
-    for i in range(num_samples - num_samples % 4, num_samples):
-        for j in range(num_features):
-            gradient[j] += kind(weight * slopes[i]) * features[i, j]
+def _write_losses_and_gradients(
+    params: Any,
+    features: Any,
+    labels: Any,
+    scores: Any,
+    decays: Any,
+    weight: Any,
+    l2: Any,
+    losses: Any,
+    gradients: Any,
+) -> None:
+    num_clients, num_samples, num_features = features.shape
+    penalty = 0.0
+    for j in range(num_features):
+        penalty += l2 / 2 * params[j] * params[j]
+        gradients[:, j] = l2 * params[j]
+    for client in range(num_clients):
+        rows, gradient, slopes = features[client], gradients[client], scores[client]
+        total = 0.0
+        for start in range(0, num_samples, _FACTORS):
+            # Of the product of 1 + exp(-|s|), over 1: one logarithm, and small losses stay precise.
+            excess = 0.0
+            for i in range(start, min(start + _FACTORS, num_samples)):
+                sign = 1.0 if labels[client, i] > 0 else -1.0
+                margin, decay = sign * slopes[i], decays[client, i]
+                excess = excess * (1.0 + decay) + decay
+                total += 0.0 if margin >= 0 else -margin  # NaN counts
+                slopes[i] = -weight * sign * (decay if margin >= 0 else 1.0) / (1.0 + decay)
+            total += np.log1p(excess)
+        for i in range(num_samples):
+            slope = features.dtype.type(slopes[i])
+            for j in range(num_features):
+                gradient[j] += slope * rows[i, j]
+        losses[client] = weight * total + penalty

@@ -102,9 +102,12 @@ class ModuleObjective(Objective):
         self.input_shape = input_shape
         self.scaling = scaling
         self.carrier: Carrier | None = None
-        self._calls = ModuleCalls(
-            private, layout, nn.functional.cross_entropy if loss is None else loss, name
-        )
+        self.module = private
+        """The module as it came: names, frozen parameters, buffers; not to be changed."""
+        self._evaluated = _for_evaluation(private)
+        self._loss_function = nn.functional.cross_entropy if loss is None else loss
+        self._shapes_were_checked = False
+        self._constants: dict[tuple[torch.dtype, torch.device], State] = {}
         self._reset = reset
         self._vectorizes = True
         self._draws_nothing = False
@@ -113,25 +116,20 @@ class ModuleObjective(Objective):
     def init_params(self, seed: int) -> NDArray[np.float64]:
         if seed < 0:
             raise ConfigError(f"seed {seed} is not an integer of at least 0")
-        module = self._calls.module
+        module = self.module
         if self._reset:
             module = copy.deepcopy(module)
             _reset_parameters(module, seed)
         return self.model_layout.flatten(module).astype(np.float64)
 
     def initial_buffers(self) -> Buffers:
-        return self.model_layout.read_buffers(self._calls.module)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module as it came: names, frozen parameters, buffers; not to be changed."""
-        return self._calls.module
+        return self.model_layout.read_buffers(self.module)
 
     def with_module(self, module: nn.Module) -> ModuleObjective:
         """Return the same objective with another module of the same layout to start from."""
         self.model_layout.check(module)
-        calls = ModuleCalls(module, self.model_layout, self._calls.loss_function, self.name)
-        return self._with(_calls=calls, _reset=False)
+        evaluated = _for_evaluation(module)
+        return self._with(module=module, _evaluated=evaluated, _constants={}, _reset=False)
 
     def for_samples(self, shape: tuple[int, ...]) -> ModuleObjective:
         if len(shape) == 1 or self.input_shape is not None:
@@ -235,11 +233,11 @@ class ModuleObjective(Objective):
     def _outputs(self, flat: Tensor, inputs: Tensor) -> Iterator[Any]:
         for part in torch.split(inputs, _MEASURED_AT_ONCE):
             with LOCK, torch.no_grad():
-                yield self._calls.outputs(flat, self._measured(flat), part, training=False)
+                yield self._call(flat, self._measured(flat), part, training=False)
 
     def _measured(self, flat: Tensor) -> State:
         """Return the buffers with which a model is measured."""
-        return self._calls.state(flat, None if self.carrier is None else self.carrier.evaluation())
+        return self._state(flat, None if self.carrier is None else self.carrier.evaluation())
 
     def _stacked(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
@@ -248,7 +246,7 @@ class ModuleObjective(Objective):
         chunk = _STACK_BYTES // max(1, inputs[0].nbytes)
         if chunk < 2:
             return self._each(flat, inputs, labels, differentiate)
-        state = self._calls.state(flat) if differentiate else self._measured(flat)
+        state = self._state(flat) if differentiate else self._measured(flat)
 
         def loss(params: Tensor, client: Tensor, client_labels: Tensor) -> Tensor:
             mine = {name: value.clone() for name, value in state.items()}
@@ -279,7 +277,7 @@ class ModuleObjective(Objective):
                 losses[index] = self._measured_loss(flat, client, client_labels)
                 continue
             with torch.enable_grad(), self._refusing_randomness(flat.device):
-                state = self._calls.state(flat)
+                state = self._state(flat)
                 loss = self._client_loss(params, state, client, client_labels, training=True)
             losses[index] = loss.detach()
             (gradients[index],) = torch.autograd.grad(loss, params)
@@ -290,15 +288,63 @@ class ModuleObjective(Objective):
         total = flat.new_zeros(())
         parts = torch.split(labels, _MEASURED_AT_ONCE)
         for outputs, part in zip(self._outputs(flat, inputs), parts, strict=True):
-            total = total + self._calls.loss(outputs, part) * (len(part) / len(labels))
+            total = total + self._loss(outputs, part) * (len(part) / len(labels))
         return total * len(labels) if self.scaling == "sum" else total
 
     def _client_loss(
         self, flat: Tensor, state: State, inputs: Tensor, labels: Tensor, *, training: bool
     ) -> Tensor:
-        outputs = self._calls.outputs(flat, state, inputs, training=training)
-        loss = self._calls.loss(outputs, labels)
+        outputs = self._call(flat, state, inputs, training=training)
+        loss = self._loss(outputs, labels)
         return loss * len(labels) if self.scaling == "sum" else loss
+
+    def _state(self, flat: Tensor, buffers: Buffers | None = None) -> State:
+        """Return buffers, fresh copies that a call may change, and frozen parameters.
+
+        They have the precision and the device of ``flat``. ``buffers`` replaces the module's own.
+        """
+        kind = (flat.dtype, flat.device)
+        layout, names = self.model_layout, dict(self.module.named_buffers())
+        if kind not in self._constants:
+            trained = {spec.name for spec in layout.parameters}
+            fixed = {k: v for k, v in self.module.named_parameters() if k not in trained}
+            self._constants[kind] = {
+                name: value.detach().to(flat if value.is_floating_point() else flat.device)
+                for name, value in (fixed | names).items()
+            }
+        constants = self._constants[kind].items()
+        state = {k: value.clone() if k in names else value for k, value in constants}
+        if buffers is not None:
+            for specs, values in zip((layout.statistics, layout.counters), buffers, strict=True):
+                for spec in specs:
+                    part = torch.from_numpy(values[spec.place].reshape(spec.shape).copy())
+                    state[spec.name] = part.to(state[spec.name])
+        return state
+
+    def _call(self, flat: Tensor, state: State, inputs: Tensor, *, training: bool) -> Any:
+        """Return the module's outputs at ``flat``; buffers in ``state`` become what it leaves."""
+        specs = self.model_layout.parameters
+        pieces = zip(specs, torch.split(flat, [spec.size for spec in specs]), strict=True)
+        tensors = {spec.name: piece.reshape(spec.shape) for spec, piece in pieces}
+        everything = {**tensors, **state}
+        module = self.module if training else self._evaluated
+        outputs = functional_call(module, everything, (inputs,))
+        state.update((name, everything[name].detach()) for name in state)
+        return outputs
+
+    def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        if self._shapes_were_checked or len(targets) < 2:
+            loss = self._loss_function(outputs, targets)
+        else:
+            with _Watch(outputs, targets, self.name):
+                loss = self._loss_function(outputs, targets)
+            self._shapes_were_checked = True
+        if loss.shape != ():
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; it must be one number, the mean over "
+                f"the {len(targets)} samples"
+            )
+        return loss
 
     def _inputs(self, params: Array, features: Array) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Return ``θ``, what the module sees, ``(clients, n, ...)``, and the leading axes."""
@@ -367,6 +413,12 @@ class ModuleObjective(Objective):
                 "the randomness out"
             )
         self._draws_nothing = True
+
+
+def _for_evaluation(module: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode that shares all tensors."""
+    shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared).eval()
 
 
 def _tensor(array: Array) -> Tensor:
@@ -441,7 +493,7 @@ class Session:
             raise ConfigError(f"a session is of one client, not {len(inputs)}")
         with LOCK:
             if self.state is None:
-                self.state = objective._calls.state(flat, self._start)
+                self.state = objective._state(flat, self._start)
             with self._drawing(flat.device):
                 leaf = flat.detach().requires_grad_()
                 loss = objective._client_loss(
@@ -476,74 +528,6 @@ def _generators(device: torch.device) -> tuple[Tensor, ...]:
 
 LOCK = threading.RLock()
 """`functional_call` swaps the tensors of a module: a thread at a time."""
-
-
-class ModuleCalls:
-    """Outputs and losses of a module at any ``θ``.
-
-    ``module`` is a private copy of the user's, ``loss`` the mean loss of a batch.
-    """
-
-    def __init__(self, module: nn.Module, layout: ModelLayout, loss: Loss, name: str) -> None:
-        self.module = module
-        self.layout = layout
-        self.name = name
-        shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self.evaluated = copy.deepcopy(module, shared).eval()
-        self.loss_function = loss
-        self._shapes_were_checked = False
-        self._sizes = [spec.size for spec in layout.parameters]
-        self._cache: dict[tuple[torch.dtype, torch.device], State] = {}
-
-    def state(self, flat: Tensor, buffers: Buffers | None = None) -> State:
-        """Return buffers, fresh copies that a call may change, and frozen parameters.
-
-        They have the precision and the device of ``flat``. ``buffers`` replaces the module's own.
-        """
-        constants = self._constants(flat)
-        names = dict(self.module.named_buffers())
-        state = {k: value.clone() if k in names else value for k, value in constants.items()}
-        if buffers is not None:
-            groups = (self.layout.statistics, self.layout.counters)
-            for specs, values in zip(groups, buffers, strict=True):
-                for spec in specs:
-                    part = torch.from_numpy(values[spec.place].reshape(spec.shape).copy())
-                    state[spec.name] = part.to(state[spec.name])
-        return state
-
-    def outputs(self, flat: Tensor, state: State, inputs: Tensor, *, training: bool) -> Any:
-        pieces = zip(self.layout.parameters, torch.split(flat, self._sizes), strict=True)
-        tensors = {spec.name: piece.reshape(spec.shape) for spec, piece in pieces}
-        everything = {**tensors, **state}
-        module = self.module if training else self.evaluated
-        outputs = functional_call(module, everything, (inputs,))
-        state.update((name, everything[name].detach()) for name in state)
-        return outputs
-
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        if self._shapes_were_checked or len(targets) < 2:
-            loss = self.loss_function(outputs, targets)
-        else:
-            with _Watch(outputs, targets, self.name):
-                loss = self.loss_function(outputs, targets)
-            self._shapes_were_checked = True
-        if loss.shape != ():
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; it must be one number, the mean over "
-                f"the {len(targets)} samples"
-            )
-        return loss
-
-    def _constants(self, flat: Tensor) -> State:
-        kind = (flat.dtype, flat.device)
-        if kind not in self._cache:
-            trained = {spec.name for spec in self.layout.parameters}
-            fixed = {k: v for k, v in self.module.named_parameters() if k not in trained}
-            self._cache[kind] = {
-                name: value.detach().to(flat if value.is_floating_point() else flat.device)
-                for name, value in (fixed | dict(self.module.named_buffers())).items()
-            }
-        return self._cache[kind]
 
 
 _ELEMENTWISE = {"sub", "rsub", "add", "radd", "mul", "rmul", "div", "true_divide", "truediv"}

@@ -206,17 +206,18 @@ def _spread(values: Sequence[float]) -> Spread:
     return [float(np.median(values)), float(min(values)), float(max(values))]
 
 
-def find_studies(directories: Sequence[Path]) -> list[Path]:
-    return [directory for directory in directories if _cells(directory)]
-
-
-def of_study(directory: Path) -> list[Panel]:
-    try:
-        return of_cells(_cells(directory))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{str(directory / RESULTS)!r} holds a cell without a usable {error}"
-        ) from None
+def of_studies(directories: Sequence[Path]) -> dict[Path, list[Panel]]:
+    """Return the panels of those directories that a comparison left."""
+    found = {}
+    for directory in directories:
+        if cells := _cells(directory):
+            try:
+                found[directory] = of_cells(cells)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunError(
+                    f"{str(directory / RESULTS)!r} holds a cell without a usable {error}"
+                ) from None
+    return found
 
 
 def of_cells(cells: Sequence[dict[str, Any]]) -> list[Panel]:

@@ -25,24 +25,8 @@ from numpy.typing import NDArray
 
 import aqg
 from aqg.errors import RunError
-from aqg.report.curves import (
-    AXES,
-    LOSSES,
-    Band,
-    clients_csv,
-    combine,
-    count_widths,
-    curves_csv,
-    describe_metric,
-    extra_points,
-    metric_names,
-    result_of,
-    run_points,
-    summary_csv,
-    thin,
-    watch_clients,
-)
-from aqg.report.frontier import Panel, find_studies, of_runs, of_study
+from aqg.report import curves
+from aqg.report.frontier import Panel, of_runs, of_studies
 from aqg.report.runs import (
     COLORS,
     Comparison,
@@ -98,9 +82,9 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
             for rank, name in enumerate(comparison.recipes)
         ],
         "telling": list(comparison.telling),
-        "target": common(result_of(run)["target"] for run in runs),
+        "target": common(curves.result_of(run)["target"] for run in runs),
         "widths": widths,
-        "metrics": [_metric(name, runs) for name in metric_names(runs)],
+        "metrics": [_metric(name, runs) for name in curves.metric_names(runs)],
         "extras": extras,
         "never": [name for name in all_extras if name not in extras],
         "groups": [_group(group, comparison, position, extras) for group in groups],
@@ -132,16 +116,16 @@ def _group(
     group: Group, comparison: Comparison, position: Mapping[int, int], extras: Sequence[str]
 ) -> dict[str, Any]:
     limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // len(comparison.groups)))
-    metrics = metric_names(comparison.runs)
+    metrics = curves.metric_names(comparison.runs)
 
-    def shown(band: Band | None) -> dict[str, Any] | None:
+    def shown(band: curves.Band | None) -> dict[str, Any] | None:
         if band is None:
             return None
-        band = thin(band, limit)
+        band = curves.thin(band, limit)
         curve = {"x": band.x, "y": band.median}
         return curve | ({"low": band.low, "high": band.high} if len(group.runs) > 1 else {})
 
-    results = [result_of(run) for run in group.runs]
+    results = [curves.result_of(run) for run in group.runs]
     config = group.runs[0].config
     return {
         "label": group.label,
@@ -160,23 +144,26 @@ def _group(
         "reached": sum(result["target_upload_bytes"] is not None for result in results),
         "curves": {
             key: {
-                axis: shown(combine([run_points(run, axis, metric) for run in group.runs]))
-                for axis in AXES
+                axis: shown(
+                    curves.combine([curves.run_points(run, axis, metric) for run in group.runs])
+                )
+                for axis in curves.AXES
             }
             for key, metric in [
-                *((name, name) for name in LOSSES),
+                *((name, name) for name in curves.LOSSES),
                 *((f"test_{name}", name) for name in metrics),
             ]
         },
         "extras": {
-            name: shown(combine([extra_points(run, name) for run in group.runs])) for name in extras
+            name: shown(curves.combine([curves.extra_points(run, name) for run in group.runs]))
+            for name in extras
         },
     }
 
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
     """Return what a page says of a metric: its title, and how numbers are written."""
-    known = describe_metric(name, runs)
+    known = curves.describe_metric(name, runs)
     words = name.replace("_", " ")
     is_higher = known.get("higher_is_better")
     better = "" if is_higher is None else "higher" if is_higher else "lower"
@@ -204,8 +191,8 @@ def _state(results: Sequence[Mapping[str, Any]]) -> str:
 def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
     rows = min(max(run.widths.shape[1], 1), _MAX_ROWS)
     columns = max(40, min(_MAX_COLUMNS, _TOTAL_CELLS // num_runs // rows))
-    histogram = count_widths(run.widths, _HISTOGRAM_BINS)
-    activity = watch_clients(run.widths, columns, rows)
+    histogram = curves.count_widths(run.widths, _HISTOGRAM_BINS)
+    activity = curves.watch_clients(run.widths, columns, rows)
     return {
         "name": run.name,
         "seed": setting_text(run.seed),
@@ -335,7 +322,7 @@ def headline(comparison: Comparison) -> str | None:
     compared: where there are several such sets, the sentence gives the range over all, and there is
     none unless one recipe wins in each.
     """
-    results = {id(run): result_of(run) for run in comparison.runs}
+    results = {id(run): curves.result_of(run) for run in comparison.runs}
     sets: dict[str, dict[str, float]] = {}
     target = common(result["target"] for result in results.values())
     for group in comparison.groups:
@@ -472,11 +459,11 @@ def check_outputs(outputs: Outputs) -> None:
 
 def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Path], int]:
     """Write what is asked for; return the files, and how many runs were read."""
-    studies = find_studies(directories)
+    studies = of_studies(directories)
     # What was published of a comparison has no runs beside it.
     with_runs = [path for path in directories if path not in studies or holds_runs(path)]
     comparison = compare(read_runs(with_runs))
-    panels = [panel for directory in studies for panel in of_study(directory)]
+    panels = [panel for found in studies.values() for panel in found]
     contents = {outputs.html: make_page(comparison, panels).encode()}
     if outputs.png is not None:
         from aqg.report.pictures import draw_pictures  # needs matplotlib
@@ -484,9 +471,9 @@ def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Pa
         for name, picture in draw_pictures(comparison).items():
             contents[outputs.png / name] = picture
     if outputs.csv is not None:
-        contents[outputs.csv / "summary.csv"] = summary_csv(comparison.runs).encode()
-        contents[outputs.csv / "curves.csv"] = curves_csv(comparison.runs).encode()
-        contents[outputs.csv / "clients.csv"] = clients_csv(comparison.runs).encode()
+        contents[outputs.csv / "summary.csv"] = curves.summary_csv(comparison.runs).encode()
+        contents[outputs.csv / "curves.csv"] = curves.curves_csv(comparison.runs).encode()
+        contents[outputs.csv / "clients.csv"] = curves.clients_csv(comparison.runs).encode()
     for path, content in contents.items():
         write_atomically(path, content)
     return list(contents), len(comparison.runs)

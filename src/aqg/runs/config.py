@@ -212,7 +212,7 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with the defaults of a dataset by name or file, and of the model."""
     dataset = settings.get("dataset", "digits")
     if isinstance(dataset, str) and is_dataset_file(dataset):
-        facts = file_facts(dataset)
+        facts = _peek(dataset, file_digest(Path(dataset)))
         defaults: dict[str, Any] = {
             "partition": "iid" if facts.num_clients is None else "natural",
             "clients": _OWN_CLIENTS,
@@ -268,9 +268,9 @@ def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict
     merged |= _OF_A_PROBLEM
     require_choice("dtype", merged["dtype"], ("float32", "float64"))
     if "clients" not in merged or "alpha" not in merged:
-        facts = problem_facts(problem, _typed("dtype", merged["dtype"]), data_dir)
-        merged.setdefault("clients", facts.num_clients)
-        step_size = averaging_step(merged, facts.num_samples)
+        made = make_own_problem(problem, 0, _typed("dtype", merged["dtype"]), data_dir)
+        merged.setdefault("clients", made.num_clients)
+        step_size = averaging_step(merged, sum(len(client.labels) for client in made.clients))
         merged.setdefault("alpha", _default_step_size(merged, step_size))
     return merged
 
@@ -474,11 +474,6 @@ _NOT_DEFAULTS = frozenset(
 )
 
 
-def file_facts(dataset: str) -> Facts:
-    """Return what the defaults of a run on ``FILE.npz`` depend on."""
-    return _peek(dataset, file_digest(Path(dataset)))
-
-
 @functools.lru_cache(maxsize=8)
 def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
     return peek(Path(dataset))
@@ -495,12 +490,6 @@ def problem_settings(spec: str) -> dict[str, Any]:
                 f"SETTINGS in {str(code.path)!r} holds {name!r}, which cannot be set there"
             )
     return settings
-
-
-def problem_facts(spec: str, dtype: str, data_dir: Path | None) -> Facts:
-    problem = make_own_problem(spec, 0, dtype, data_dir)
-    num_samples = sum(len(client.labels) for client in problem.clients)
-    return Facts(num_samples, problem.num_clients, has_classes=False)
 
 
 def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:

@@ -1,19 +1,16 @@
 """Files that tell the truth: whole or absent, with a checksum, one writer at a time.
 
-A JSON object ends with the field ``"crc32"``, the CRC-32 of all bytes before it; an array file is a
-plain ``.npz`` whose comment holds a SHA-256. What does not fit its checksum raises `RunError` with
-the file, the place and what is wrong there. Nothing is guessed.
+A JSON object ends with the field ``"crc32"``, the CRC-32 of all bytes before it; a file of arrays
+is a plain ``.npz``, in which every array has one. What does not fit its checksum raises `RunError`
+with the file, the place and what is wrong there. Nothing is guessed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 import re
 import time
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
+from aqg.protocol import store
 from aqg.protocol.store import write_atomically as write_atomically
+from aqg.spec import in_words
 
 _SEAL = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*\}\s*$')
-_COMMENT = b"aqg "
-_COMMENT_LENGTH = 2
-"""Bytes of a zip file's last field before its comment, which say how long the comment is."""
+_ABOUT = "about"
 _SECONDS_BETWEEN_TRIES = 0.1
 
 
@@ -137,37 +134,21 @@ class Records:
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
     """Save named arrays as ``.npz``, and facts about them; equal content makes equal files."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, array in arrays.items():
-            member = zipfile.ZipInfo(f"{name}.npy")  # without the time of writing
-            with archive.open(member, "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-    length = buffer.tell() - _COMMENT_LENGTH
-    facts = json.dumps(about)
-    digest = hashlib.sha256(buffer.getbuffer()[:length])
-    digest.update(facts.encode())
-    comment = _COMMENT + f"{digest.hexdigest()} {facts}".encode()
-    buffer.seek(length)
-    buffer.write(len(comment).to_bytes(_COMMENT_LENGTH, "little") + comment)
-    write_atomically(path, buffer.getvalue())
+    facts = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    store.write_arrays(path, {**arrays, _ABOUT: facts})
+    store.sync_directory(path.parent)
 
 
 def read_arrays(path: Path, advice: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
     """Return what `write_arrays` wrote; None where there is no such file."""
-    content = _read(path)
-    if content is None:
+    if not path.exists():
         return None
-    start = content.rfind(_COMMENT)
-    body, length = content[: max(0, start - _COMMENT_LENGTH)], len(content) - start
-    checksum, _, facts = content[start + len(_COMMENT) :].partition(b" ")
-    expected = hashlib.sha256(body + facts).hexdigest().encode()
-    stated = content[len(body) : max(0, start)]
-    if checksum != expected or int.from_bytes(stated, "little") != length:
-        what = "it is empty" if not content else "it does not fit its checksum"
-        raise RunError(f"{str(path)!r} is damaged ({what}); {advice}")
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return dict(arrays), json.loads(facts)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = dict(archive)
+        return arrays, json.loads(arrays.pop(_ABOUT).tobytes())
+    except Exception as error:  # whatever the bytes make NumPy and zipfile raise
+        raise RunError(f"{str(path)!r} is damaged ({in_words(error)}); {advice}") from None
 
 
 @contextmanager

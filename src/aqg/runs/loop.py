@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aqg import __version__
 from aqg.core.types import FloatArray
-from aqg.errors import RunError
 from aqg.objectives.base import Objective
 from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
@@ -31,7 +30,7 @@ from aqg.runs.directory import (
     Line,
     RunFiles,
     create_directory,
-    read_toml,
+    read_config,
 )
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
@@ -85,9 +84,7 @@ def read_configs(
     directory: Path, overrides: Mapping[str, Any], data_dir: Path | None = None
 ) -> tuple[RunConfig, ...]:
     """Read a run directory's configs; overrides that differ from them are refused."""
-    if not (directory / CONFIG).is_file():
-        raise RunError(f"{str(directory)!r} is not a run directory: it has no {CONFIG}")
-    settings = read_toml(directory / CONFIG)
+    settings = read_config(directory)
     configs = resolve(settings, data_dir)
     asked = resolve({**settings, **overrides}, data_dir)
     before, after = (

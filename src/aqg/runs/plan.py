@@ -35,10 +35,11 @@ from aqg.sim.problem import Problem
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study: its directory's name, below that of the study, and its config."""
+    """One run of a study."""
 
-    name: str
+    name: str  # of its directory, below that of the study
     config: RunConfig
+    ceiling: float = math.inf  # the bytes beyond which it is of no interest
 
 
 JobType = TypeVar("JobType", bound=Job)
@@ -74,10 +75,6 @@ class StudyPlan(ABC, Generic[JobType]):
     @abstractmethod
     def most_left(self) -> int:
         """Return how many jobs have not ended yet, at most."""
-
-    def ceiling(self, job: JobType) -> float:  # noqa: ARG002
-        """Return the bytes beyond which a job is of no interest."""
-        return math.inf
 
 
 class Batch(StudyPlan[Job]):
@@ -254,15 +251,10 @@ class Train:
 
 
 def train(
-    config: RunConfig,
-    minima: Minima,
-    directory: Path,
-    data_dir: Path | None,
-    ceiling: float = math.inf,
-    keeps_models: bool = True,
+    job: Job, minima: Minima, directory: Path, data_dir: Path | None, keeps_models: bool = True
 ) -> Train:
-    minimum = minima.get(_minimum_key(config))
-    return Train(config, minimum, directory, data_dir, ceiling, keeps_models)
+    minimum, place = minima.get(_minimum_key(job.config)), directory / job.name
+    return Train(job.config, minimum, place, data_dir, job.ceiling, keeps_models)
 
 
 _loaded: dict[Key, Problem] = {}

@@ -23,7 +23,6 @@ from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.data import (
     Dataset,
-    PartitionRow,
     format_partition_table,
     load_dataset,
     parse_partition,
@@ -67,11 +66,9 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
             f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
             f"{problem.num_clients}; set clients to that"
         )
-    rows: list[PartitionRow] = [
-        {"client": client, "samples": len(samples.labels), "labels": []}
-        for client, samples in enumerate(problem.clients)
-    ]
-    return _held_out(config, _started(config, problem)), _table(rows)
+    sizes = [len(samples.labels) for samples in problem.clients]
+    rows = [{"client": client, "samples": size} for client, size in enumerate(sizes)]
+    return _held_out(config, _started(config, problem)), format_partition_table(rows) + "\n"
 
 
 def _held_out(config: RunConfig, problem: Problem) -> Problem:
@@ -156,7 +153,12 @@ def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
     """Return the problem, starting from the model that the config names."""
-    problem = perturb_problem(problem, config.perturbation)
+    if draw := config.perturbation:
+        clients = tuple(
+            Samples(perturb(samples.features, draw * problem.num_clients + m), samples.labels)
+            for m, samples in enumerate(problem.clients)
+        )
+        problem = replace(problem, clients=clients)
     if config.init is not None:
         problem = start_from(problem, read_tensors(Path(config.init)), config.init)
     return send_start(problem, config.way_to_start, config.seed)
@@ -246,12 +248,8 @@ def describe_clients(config: RunConfig, dataset: Dataset) -> str:
     parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
     rows = partition_table(dataset, parts)
     if config.partition == "natural":
-        rows = [{**row, "name": dataset.client_names[m]} for m, row in enumerate(rows)]
-    return _table(rows)
-
-
-def _table(rows: list[PartitionRow]) -> str:
-    return format_partition_table(rows).rstrip() + "\n"
+        rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
+    return format_partition_table(rows) + "\n"
 
 
 def find_minimum(
@@ -326,16 +324,6 @@ def perturb(features: FloatArray, draw: int) -> FloatArray:
     return perturbed
 
 
-def perturb_problem(problem: Problem, draw: int) -> Problem:
-    if draw == 0:
-        return problem
-    clients = tuple(
-        Samples(perturb(samples.features, draw * problem.num_clients + m), samples.labels)
-        for m, samples in enumerate(problem.clients)
-    )
-    return replace(problem, clients=clients)
-
-
 def hold_out(problem: Problem, share: float, seed: int) -> Problem:
     """Return the problem with a share of every client's samples, drawn at random, held out.
 
@@ -356,37 +344,32 @@ def hold_out(problem: Problem, share: float, seed: int) -> Problem:
     return replace(problem, clients=tuple(kept), validation=Samples(features, labels))
 
 
-class Validator:
-    """Measures the accuracy or loss of a simulation on samples, on the same device."""
-
-    def __init__(
-        self, simulation: FastSimulation | ReferenceSimulation, kind: str, samples: Samples | None
-    ) -> None:
-        assert samples is not None, "what is measured on is there"
-        self._simulation = simulation
-        self._kind = kind
-        backend = getattr(simulation, "backend", None)
-        self._put = (lambda array: array) if backend is None else backend.put
-        self._samples = Samples(*map(self._put, samples))
-
-    def __call__(self) -> float:
-        """Return the accuracy or the loss; NaN for a model that holds NaN or infinity."""
-        params = self._simulation.averaged
-        if not np.isfinite(params).all():
-            return math.nan
-        return self._simulation.problem.validate(self._put(params), self._samples, self._kind)
-
-
 def follow_target(
     config: RunConfig, simulation: FastSimulation | ReferenceSimulation
 ) -> Callable[[], float]:
-    """Return what measures the model: on the validation set, or its accuracy on the test set."""
+    """Return what measures the model: on the validation set, or its accuracy on the test set.
+
+    Samples stay on the simulation's device. A model that holds NaN or infinity has no accuracy or
+    loss: NaN.
+    """
     problem = simulation.problem
-    if config.validation:
-        return Validator(simulation, config.target_kind, problem.validation)
-    if problem.metrics is None and problem.test is not None:
-        return Validator(simulation, "accuracy", problem.test)
-    return lambda: problem.measure(simulation.averaged).get("accuracy", math.nan)
+    samples, kind = problem.validation, config.target_kind
+    if not config.validation:
+        samples, kind = problem.test, "accuracy"
+        if problem.metrics is not None or samples is None:
+            return lambda: problem.measure(simulation.averaged).get("accuracy", math.nan)
+    assert samples is not None, "a run with a validation share holds samples out"
+    backend = getattr(simulation, "backend", None)
+    put = (lambda array: array) if backend is None else backend.put
+    placed = Samples(*map(put, samples))
+
+    def measure() -> float:
+        params = simulation.averaged
+        if not np.isfinite(params).all():
+            return math.nan
+        return problem.validate(put(params), placed, kind)
+
+    return measure
 
 
 def curve(
@@ -405,11 +388,7 @@ def curve(
     if "accuracy" in final_metrics:
         tests.append([len(lines), final_metrics["accuracy"]])
     return {
-        "values": [_shortened(value) for value in values],
+        "values": [finite_or_none(float(f"{value:.6g}")) for value in values],
         "bytes": running_totals(line.record for line in lines),
         "tests": tests,
     }
-
-
-def _shortened(value: float) -> float | None:
-    return finite_or_none(float(f"{value:.6g}"))

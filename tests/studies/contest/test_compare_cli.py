@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.runs.directory import CHECKPOINT, ROUNDS, read_lines
 from aqg.runs.files import locked
 from aqg.studies.contest.plan import TRIALS, Comparison, read_outcomes
 from aqg.studies.contest.tasks import TASKS
 
-from tests.commands import interrupt, refuse, started, wait_for
+from tests.commands import refuse
 
 FILES = {"compare.json", "trials.jsonl", "results.json", "tables.md", "frontier.png"}
 
@@ -130,28 +129,6 @@ def test_one_command_at_a_time(finished, capsys):
     assert "is in use by another process; wait until it has ended" in line
     assert (finished / TRIALS).read_bytes() == before
     assert "topk" not in (finished / "compare.json").read_text()
-
-
-@pytest.mark.soak
-def test_a_trial_that_was_interrupted_goes_on(tmp_path):
-    """Ctrl-C in the middle of a trial saves it, and the results are those of one go."""
-    arguments = ["compare", "fedavg", "--task", "digits-softmax", "--seeds", "1", "--jobs", "1"]
-    trial = tmp_path / "cut" / "digits-softmax" / "fedavg" / "fedavg-step-2-seed-0"
-    with started(*arguments, "--out", "cut", cwd=tmp_path) as process:
-        wait_for(process, (trial / ROUNDS).exists)
-        errors = interrupt(process)
-    assert "stopped with 0 runs finished" in errors
-    assert "Go on with: aqg compare --resume cut" in errors
-    assert (trial / CHECKPOINT).exists()
-    num_rounds = len(read_lines(trial))
-    assert run_app(["compare", "--resume", str(tmp_path / "cut"), "--jobs", "1"]) == 0
-    assert run_app([*arguments, "--out", str(tmp_path / "whole")]) == 0
-    for name in ("results.json", "tables.md"):
-        assert (tmp_path / "cut" / name).read_text() == (tmp_path / "whole" / name).read_text()
-    whole = tmp_path / "whole" / trial.relative_to(tmp_path / "cut")
-    assert (trial / ROUNDS).read_bytes() == (whole / ROUNDS).read_bytes()
-    assert 0 < num_rounds < len(read_lines(whole))
-    assert not (trial / CHECKPOINT).exists()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 from aqg.cli.app import run_app
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
-from aqg.runs.cost import Meter, running_totals
-from aqg.runs.setup import build_problem, check_target, make_simulation
+from aqg.runs.setup import build_problem, check_target
 from aqg.runs.stopping import Target
 from aqg.studies.contest.measure import FIXED
-from aqg.studies.contest.plan import PLAN, TRIALS, Comparison, make_config, read_outcomes
+from aqg.studies.contest.plan import PLAN, TRIALS, Comparison, read_outcomes
 from aqg.studies.contest.tasks import TASKS, in_order, make_own_task
 
 from tests.commands import refuse
@@ -93,30 +92,11 @@ def test_the_task_is_what_aqg_run_would_run(home):
     assert task.regime == "local"
 
 
-def test_outcomes_are_those_of_runs(home):
-    """A run with the trial's settings meets the target in the round, with the bytes, on record."""
-    (task,) = Comparison.open(home / "c").tasks
+def test_every_trial_has_an_outcome_and_every_recipe_a_cell(home):
     outcomes = read_outcomes(home / "c")
     pairs = {(trial.recipe, trial.seed) for trial in outcomes}
     assert pairs == {(recipe, seed) for recipe in ("fedavg", "onebit") for seed in (0, 1)}
-    trial = next(trial for trial in outcomes if (trial.recipe, trial.seed) == ("onebit", 1))
-    outcome = outcomes[trial]
-    assert outcome.ending == "reached"
-    crossing = outcome.curve.reach(task.goal.target)
-    config = make_config(trial, task, None)
-    problem = build_problem(config)
-    simulation, records, accuracies = make_simulation(config, problem), [], []
-    meter = Meter(problem.start_bytes, config.training())
-    for _ in range(crossing.rounds + task.goal.target.hold - 1):
-        records.append(meter.charge(simulation.run_round()))
-        accuracies.append(simulation.problem.measure(simulation.averaged)["accuracy"])
-    assert min(accuracies[-3:]) >= 0.8
-    assert len(accuracies) == 3 or accuracies[-4] < 0.8
-    sizes = running_totals(records)
-    assert sizes == list(outcome.curve.total_bytes)
-    assert sizes[-3] == crossing.total_bytes
-    assert list(outcome.curve.values[1:]) == [float(f"{value:.6g}") for value in accuracies]
-    assert outcome.upload_bytes == sum(r.upload_bytes for r in records[: crossing.rounds])
+    assert {outcome.ending for outcome in outcomes.values()} == {"reached"}
     cells = json.loads((home / "c/results.json").read_text())["cells"]
     assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
         *(("fedavg", FIXED, 2), ("onebit", FIXED, 2))

@@ -101,7 +101,7 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     ]
     assert [job.config.step for job in first] == ["fixed"] * 3 + ["dog"]
     assert all(job.config.target is None and job.config.rounds == 40 for job in first)
-    assert plan.ceiling(first[0]) == math.inf
+    assert first[0].ceiling == math.inf
     for job in first:
         plan.take(job, answer(job))
     further = plan.next()
@@ -117,7 +117,7 @@ def test_federated_averaging_comes_first_and_its_search_goes_on(tmp_path):
     other = next(job for job in later if job.trial.recipe == "stc" and job.trial.seed == 1)
     assert other.config.target == max(goal["accuracy"] for goal in goals.values())
     assert other.config.rounds == 50
-    assert plan.ceiling(other) == 40_000
+    assert other.ceiling == 40_000
     assert plan.most_left() == 0
 
 
@@ -152,7 +152,7 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     assert {job.trial.seed for job in run_all(plan)} >= {1}
     ours = next(job for job in ended if job.trial.recipe == "auto" and job.trial.task == FIXED.name)
     stc = next(job for job in ended if job.trial.recipe == "stc" and job.trial.task == FIXED.name)
-    assert plan.ceiling(stc) == plan.ceiling(ours) == 1600
+    assert plan._ceiling(stc.trial) == plan._ceiling(ours.trial) == 1600
     assert ours.config.step == "fixed"  # with exact gradients it has a step to find
     searched = {t.setting.multiplier for t in stuck if t.recipe == "auto"}
     assert searched >= {0.5, 1, 2, 4, 8}

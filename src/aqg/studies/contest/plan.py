@@ -21,7 +21,7 @@ import math
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -160,7 +160,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialJob(Job):
-    trial: Trial
+    trial: Trial = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,8 @@ class ContestPlan(StudyPlan[TrialJob]):
     def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
         while (trial := self._next_trial()) is not None:
-            job = TrialJob(trial.directory, self._config(trial), trial)
+            config, ceiling = self._config(trial), self._ceiling(trial)
+            job = TrialJob(trial.directory, config, ceiling, trial=trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # it ended at an easier target than today's
                 shutil.rmtree(place, ignore_errors=True)
@@ -499,12 +500,11 @@ class ContestPlan(StudyPlan[TrialJob]):
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def ceiling(self, job: TrialJob) -> float:
-        """Return the bytes beyond which a run is of no interest: those of the reference.
+    def _ceiling(self, trial: Trial) -> float:
+        """Return the bytes of the reference, beyond which a run is of no interest.
 
         Federated averaging itself is not stopped for its bytes, and neither is ours.
         """
-        trial = job.trial
         reference = self._findings.references.get((trial.task, trial.seed))
         is_free = trial.recipe == FEDAVG or is_ours(trial.recipe, self._task_of(trial))
         return math.inf if reference is None or is_free else reference.ceiling

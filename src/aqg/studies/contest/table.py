@@ -27,29 +27,7 @@ from aqg.core.recipes import FROM_MEMORY
 from aqg.report.frontier import draw, of_cells
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
-from aqg.studies.contest.measure import (
-    FIXED,
-    MOST_DELAY,
-    PLATEAU,
-    RESULTS,
-    Goal,
-    Mean,
-    Score,
-    arithmetic_mean,
-    geometric_mean,
-    plateau_of,
-    points_above,
-    score,
-)
-from aqg.studies.contest.plan import (
-    Comparison,
-    Findings,
-    Outcome,
-    Trial,
-    pending_trials,
-    read_outcomes,
-    write_targets,
-)
+from aqg.studies.contest import measure, plan
 from aqg.studies.contest.search import FEDAVG, OURS, SEARCH_SEED, TUNED, Setting, write_tuned
 from aqg.studies.contest.tasks import Task
 
@@ -70,30 +48,32 @@ class Cell:
     setting: Setting  # that was run, the best on seed 0
     num_seeds: int
     num_reached: int
-    cost: Mean | None  # total bytes, over the seeds that reached the target
-    savings: Mean | None  # federated averaging's bytes over these
-    delay: Mean | None  # rounds over those of federated averaging
+    cost: measure.Mean | None  # total bytes, over the seeds that reached the target
+    savings: measure.Mean | None  # federated averaging's bytes over these
+    delay: measure.Mean | None  # rounds over those of federated averaging
     test: float | None  # the mean test accuracy when the target was reached
     best_value: float | None  # that was measured, over all seeds
     is_partial: bool = False  # runs are missing
     same_as: str | None = None  # an earlier recipe whose runs were the same, to the byte
     level: float | None = None  # the mean plateau, where all runs went to the last round
-    plateau: Mean | None = None  # points above federated averaging's, by seed; of losses percent
-    versus: Mean | None = None  # its bytes over those of `auto`, by seed
+    plateau: measure.Mean | None = (
+        None  # points above federated averaging's, by seed; of losses percent
+    )
+    versus: measure.Mean | None = None  # its bytes over those of `auto`, by seed
     num_settings: int = 1  # that were tried on seed 0
     rounds: float | None = None  # the mean of those until the target
     upload_bytes: float | None = None  # likewise, where the target is fixed
 
     @property
     def is_main(self) -> bool:
-        return self.goal in (PLATEAU, FIXED)
+        return self.goal in (measure.PLATEAU, measure.FIXED)
 
     @property
     def is_swap_in(self) -> bool:
         """Whether all seeds reach the target, on average with little delay."""
         if self.delay is None or self.num_reached < self.num_seeds:
             return False
-        return self.delay.value <= MOST_DELAY
+        return self.delay.value <= measure.MOST_DELAY
 
     def to_json(self) -> dict[str, Any]:
         names = ("cost", "savings", "delay", "plateau", "versus")
@@ -103,8 +83,10 @@ class Cell:
         return {**self.setting.to_json(), **row, "is_swap_in": self.is_swap_in}
 
 
-def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> list[Cell]:
-    findings = Findings(comparison, outcomes)
+def make_cells(
+    comparison: plan.Comparison, outcomes: Mapping[plan.Trial, plan.Outcome]
+) -> list[Cell]:
+    findings = plan.Findings(comparison, outcomes)
     pairs = set(comparison.pairs())
     cells: list[Cell] = []
     for task in comparison.tasks:
@@ -117,7 +99,7 @@ def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> lis
             same = seen.setdefault(tuple(o.curve for o in runs), recipe)
             setting = runs[0].trial.setting
             tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
-            left, later = pending_trials(comparison, recipe, task, findings, tuned)
+            left, later = plan.pending_trials(comparison, recipe, task, findings, tuned)
             tried = findings.by_pair[recipe, task.name]
             cells += [
                 replace(
@@ -131,7 +113,7 @@ def make_cells(comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> lis
     return cells
 
 
-def _runs(recipe: str, task: Task, findings: Findings) -> list[Outcome]:
+def _runs(recipe: str, task: Task, findings: plan.Findings) -> list[plan.Outcome]:
     """Return the runs of a recipe's best setting by seed; nothing while there is no target."""
     setting = findings.best(recipe, task)
     if setting is None or (task.name, SEARCH_SEED) not in findings.references:
@@ -143,8 +125,8 @@ def _runs(recipe: str, task: Task, findings: Findings) -> list[Outcome]:
 
 
 def _scores(
-    task: Task, name: str, runs: Sequence[Outcome], findings: Findings
-) -> dict[int, Score | None]:
+    task: Task, name: str, runs: Sequence[plan.Outcome], findings: plan.Findings
+) -> dict[int, measure.Score | None]:
     """Return each seed's score, None where it does not reach the target.
 
     Seeds without a target are left out, and runs that ended at an easier one.
@@ -155,17 +137,21 @@ def _scores(
         reference = findings.references.get((task.name, seed))
         if reference is None or outcome.is_cut(reference.targets[name]):
             continue
-        one = score(outcome.curve, reference, name)
+        one = measure.score(outcome.curve, reference, name)
         if one is not None and outcome.trial.recipe == FEDAVG and name in reference.crossings:
             # of several steps, the one that gets there first
             first = reference.crossings[name]
-            one = Score(first.total_bytes, 1.0, 1.0, one.test, first.rounds)
+            one = measure.Score(first.total_bytes, 1.0, 1.0, one.test, first.rounds)
         found[seed] = one
     return found
 
 
 def _make_cell(
-    task: Task, name: str, runs: Sequence[Outcome], ours: Sequence[Outcome], findings: Findings
+    task: Task,
+    name: str,
+    runs: Sequence[plan.Outcome],
+    ours: Sequence[plan.Outcome],
+    findings: plan.Findings,
 ) -> Cell:
     recipe, goal = runs[0].trial.recipe, task.goal
     found = _scores(task, name, runs, findings)
@@ -190,16 +176,16 @@ def _make_cell(
         setting=runs[0].trial.setting,
         num_seeds=len(found),
         num_reached=len(scores),
-        cost=geometric_mean([one.cost for one in scores]) if scores else None,
-        savings=geometric_mean(savings) if savings else None,
-        delay=geometric_mean(delays) if delays else None,
+        cost=measure.geometric_mean([one.cost for one in scores]) if scores else None,
+        savings=measure.geometric_mean(savings) if savings else None,
+        delay=measure.geometric_mean(delays) if delays else None,
         test=_mean(tests),
         best_value=min(values, key=lambda value: goal.sign * value, default=None),
         level=level,
         rounds=_mean([one.rounds for one in scores]),
         upload_bytes=_mean([size for size in uploads if size is not None]),
         plateau=plateau,
-        versus=geometric_mean(ratios) if ratios and recipe not in (FEDAVG, OURS) else None,
+        versus=measure.geometric_mean(ratios) if ratios and recipe not in (FEDAVG, OURS) else None,
     )
 
 
@@ -208,8 +194,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _plateau(
-    task: Task, runs: Sequence[Outcome], findings: Findings
-) -> tuple[float | None, Mean | None]:
+    task: Task, runs: Sequence[plan.Outcome], findings: plan.Findings
+) -> tuple[float | None, measure.Mean | None]:
     """Return the mean plateau, and how many points it is above federated averaging's.
 
     The latter is that of its best step, seed by seed. Nothing where a run ended earlier.
@@ -220,11 +206,13 @@ def _plateau(
         return None, None
     if runs[0].trial.recipe == FEDAVG:
         return _mean(known), None
-    plateaus = [plateau_of(o.curve, task.goal.num_rounds) for o in runs]
+    plateaus = [measure.plateau_of(o.curve, task.goal.num_rounds) for o in runs]
     if any(math.isnan(plateau) for plateau in plateaus):
         return None, None
     pairs = zip(plateaus, known, strict=True)
-    return _mean(plateaus), arithmetic_mean([points_above(task.goal.kind, *p) for p in pairs])
+    return _mean(plateaus), measure.arithmetic_mean(
+        [measure.points_above(task.goal.kind, *p) for p in pairs]
+    )
 
 
 def _order(cell: Cell) -> tuple[int, float]:
@@ -236,7 +224,7 @@ def _order(cell: Cell) -> tuple[int, float]:
         return 0, 0.0
     if cell.cost is None:
         return 3, 0.0
-    if cell.is_swap_in or cell.delay is None or cell.goal == FIXED:
+    if cell.is_swap_in or cell.delay is None or cell.goal == measure.FIXED:
         return 1, cell.cost.value
     return 2, cell.delay.value
 
@@ -247,7 +235,7 @@ _NOTE = (
     "validation accuracy is that of the plateau less one point (a loss: plus one percent); for "
     "each recipe how many times fewer it needs, its delay, which is its rounds over those of "
     "federated averaging, and, where runs go that far, by how many points its own plateau is "
-    f"higher. Bold: a swap-in; all seeds get there, with a delay of at most {MOST_DELAY}. "
+    f"higher. Bold: a swap-in; all seeds get there, with a delay of at most {measure.MOST_DELAY}. "
     f"{PARTIAL}: runs are missing. {_FOOTNOTE}"
 )
 _FIXED_NOTE = "Where the head of a column names a target, that is the goal, and not the plateau. "
@@ -280,7 +268,7 @@ def format_saving(factor: float) -> str:
     return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
 
 
-def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
+def as_tables(comparison: plan.Comparison, cells: Sequence[Cell]) -> list[Table]:
     tables = []
     for task in comparison.tasks:
         own = [cell for cell in cells if cell.task == task.name and cell.is_main]
@@ -297,7 +285,7 @@ def as_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[Table]:
     return tables
 
 
-def _row(cell: Cell, goal: Goal) -> tuple[str, ...]:
+def _row(cell: Cell, goal: measure.Goal) -> tuple[str, ...]:
     name = f"`{label(cell.recipe)}`{PARTIAL if cell.is_partial else ''}"
     setting, tried = setting_text(cell), str(cell.num_settings)
     share = f"{cell.num_reached}/{cell.num_seeds}"
@@ -322,7 +310,7 @@ def _row(cell: Cell, goal: Goal) -> tuple[str, ...]:
     )
 
 
-def plateau_text(cell: Cell, goal: Goal) -> str:
+def plateau_text(cell: Cell, goal: measure.Goal) -> str:
     """Write federated averaging's plateau, and others as points above it."""
     if cell.recipe == FEDAVG:
         return "" if cell.level is None else _value(cell.level, goal)
@@ -352,13 +340,13 @@ def versus_text(cell: Cell) -> str:
     return f"{AS_GOOD} {interval}" if versus.includes(1) else f"{versus.value:.2f}× {interval}"
 
 
-def _value(value: float | None, goal: Goal) -> str:
+def _value(value: float | None, goal: measure.Goal) -> str:
     if value is None:
         return "diverged"
     return f"{value:.1%}" if goal.kind == "accuracy" else f"{value:.3g}"
 
 
-def _with_interval(mean: Mean, write: Any) -> str:
+def _with_interval(mean: measure.Mean, write: Any) -> str:
     if mean.low is None or mean.high is None or mean.low == mean.high:
         return str(write(mean.value))
     return f"{write(mean.value)}<br>({write(mean.low)}–{write(mean.high)})"
@@ -368,7 +356,7 @@ def setting_text(cell: Cell) -> str:
     return str(cell.setting).removeprefix(cell.recipe).lstrip(":, ") or "step ×1"
 
 
-def _short(cell: Cell | None, goal: Goal) -> str:
+def _short(cell: Cell | None, goal: measure.Goal) -> str:
     """Write a cell as what it saves and its delay; bold for a swap-in."""
     if cell is None:
         return ""
@@ -378,18 +366,18 @@ def _short(cell: Cell | None, goal: Goal) -> str:
     if cell.cost is None:
         return f"–{mark}"
     if cell.recipe == FEDAVG or cell.savings is None or cell.delay is None:
-        is_shown = cell.level is not None and cell.goal == PLATEAU
+        is_shown = cell.level is not None and cell.goal == measure.PLATEAU
         level = f"{_value(cell.level, goal)}, " if is_shown else ""
         return f"{level}{format_bytes(cell.cost.value)}{mark}"
     text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
-    if cell.plateau is not None and cell.goal == PLATEAU:
+    if cell.plateau is not None and cell.goal == measure.PLATEAU:
         text += f", {format_points(cell.plateau.value)}"
     if cell.num_reached < cell.num_seeds:
         text += f" ({cell.num_reached}/{cell.num_seeds})"
     return (f"**{text}**" if cell.is_swap_in else text) + mark
 
 
-def _overview(comparison: Comparison, cells: Sequence[Cell]) -> Table:
+def _overview(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
     by_place = {(c.recipe, c.task): c for c in cells if c.is_main}
     tasks = [t for t in comparison.tasks if any(name == t.name for _, name in by_place)]
     rows = []
@@ -404,7 +392,7 @@ def _overview(comparison: Comparison, cells: Sequence[Cell]) -> Table:
     return Table("swap-in", title, note, ("recipe", *heads), tuple(rows), 1)
 
 
-def _all_goals(comparison: Comparison, cells: Sequence[Cell]) -> Table:
+def _all_goals(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
     by_place = {(c.task, c.recipe, c.goal): c for c in cells}
     names: tuple[str, ...] = ()
     rows = []
@@ -421,20 +409,24 @@ def _all_goals(comparison: Comparison, cells: Sequence[Cell]) -> Table:
         "As above, until shares of federated averaging's plateau are reached, and the plateau less "
         "one point, with the setting that is best for the latter."
     )
-    header = ("task", "recipe", *(name.replace(PLATEAU, "plateau − 1 point") for name in names))
+    header = (
+        "task",
+        "recipe",
+        *(name.replace(measure.PLATEAU, "plateau − 1 point") for name in names),
+    )
     return Table("swap-in-goals", "Several goals", note, header, tuple(rows), 2)
 
 
-def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
-    outcomes = read_outcomes(directory)
+def write_results(comparison: plan.Comparison, directory: Path) -> list[Cell]:
+    outcomes = plan.read_outcomes(directory)
     cells = make_cells(comparison, outcomes)
     text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)
-    write_atomically(directory / RESULTS, (text + "\n").encode())
+    write_atomically(directory / measure.RESULTS, (text + "\n").encode())
     tables = "\n".join(table.to_markdown() for table in as_tables(comparison, cells))
     write_atomically(directory / TABLES, tables.encode())
     panels = of_cells([cell.to_json() for cell in cells])
     write_atomically(directory / PICTURE, draw(panels, comparison.recipes))
-    write_targets(directory, Findings(comparison, outcomes))
+    plan.write_targets(directory, plan.Findings(comparison, outcomes))
     if comparison.search:
         tuned: dict[str, dict[str, Setting]] = {}
         for cell in cells:
@@ -445,5 +437,5 @@ def write_results(comparison: Comparison, directory: Path) -> list[Cell]:
 
 
 def read_tables(directory: Path) -> list[Table]:
-    comparison = Comparison.open(directory)
-    return as_tables(comparison, make_cells(comparison, read_outcomes(directory)))
+    comparison = plan.Comparison.open(directory)
+    return as_tables(comparison, make_cells(comparison, plan.read_outcomes(directory)))

@@ -22,6 +22,7 @@ import numpy as np
 
 from aqg import __version__
 from aqg.errors import RunError
+from aqg.report.curves import thin_indices
 from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
 from aqg.runs.directory import CONFIG, Line, read_config, read_lines, read_summary
@@ -247,13 +248,9 @@ def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
 
 
 def thin(trace: Trace) -> Curve:
-    """Keep the first point, the last, and some between: densely at first, evenly after that."""
-    last = len(trace.losses) - 1
-    half = CURVE_POINTS // 2
-    early = np.geomspace(1, max(last, 1), half)
-    even = np.linspace(0, last, half)
-    kept = np.unique(np.concatenate([early, even]).round().astype(int).clip(0, last))
-    return Curve(tuple(trace.costs[i] for i in kept), tuple(float(trace.losses[i]) for i in kept))
+    losses = np.array(trace.losses, np.float64)
+    kept = thin_indices(np.arange(len(losses), dtype=np.float64), losses, CURVE_POINTS)
+    return Curve(tuple(trace.costs[i] for i in kept), tuple(losses[kept].tolist()))
 
 
 def write_results(directory: Path, results: Results) -> None:
