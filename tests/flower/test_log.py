@@ -74,7 +74,7 @@ def test_a_damaged_model_on_disk_is_not_used(tmp_path):
         if not files:  # the second order of the round brings the whole model
             files.append(federation.copy_of(1) / "state.json")
             index = json.loads(files[0].read_text())
-            cell = index["track"][0]
+            cell = index["public"]["vectors"][0]
             cell["bytes"] = "0123" + cell["bytes"][4:]
             files[0].write_text(json.dumps(index))
 

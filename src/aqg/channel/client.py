@@ -42,7 +42,7 @@ from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
 from aqg.protocol.store import ArrayStore, ClientStore
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
-from aqg.wire.varint import read_varint
+from aqg.wire.varint import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -149,14 +149,12 @@ class Held(NamedTuple):
 
     def beside(self) -> Beside:
         """Return what our own server says of the tensors beside the vector."""
-        data, schema = self.order.constants, self.schema
-        length = schema.bitmap_bytes
-        parts = data[:length], data[length : 2 * length]
-        travels, own = (frozenset(spec.name for spec in schema.chosen(p)) for p in parts)
-        names, places, position = list(schema.places), list[int](), 2 * length
-        while position < len(data):
-            place, position = read_varint(data, position)
-            places.append(place)
+        reader, schema = Reader(self.order.constants), self.schema
+        parts = [reader.take(schema.bitmap_bytes, "a choice of tensors") for _ in range(2)]
+        travels, own = (frozenset(s.name for s in schema.chosen(p.tobytes())) for p in parts)
+        names, places = list(schema.places), list[int]()
+        while reader.left:
+            places.append(reader.varint())
         if len(places) % 2 or any(place >= len(names) for place in places):
             raise MessageError(f"second names are given as tensors {places}")
         pairs = zip(places[::2], places[1::2], strict=True)

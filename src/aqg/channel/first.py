@@ -32,7 +32,7 @@ from aqg.channel.tensors import (
 from aqg.core.downlink import AUTO
 from aqg.errors import WireError
 from aqg.start import OtherModelError, laws_of, pack, settle, unpack
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.varint import Reader, write_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -102,8 +102,7 @@ class First(NamedTuple):
         chosen = set(changed) if self.held is not None else {*changed, *(set(kept) - inside)}
         rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
         exact = dict.fromkeys(self.schema.places, Kind.EXACT)
-        parts = [write_varint(len(rows)), rows, self.layout]
-        parts += [write_varint(len(self.message)), self.message]
+        parts = [write_part(rows), self.layout, write_part(self.message)]
         parts.append(encode_kept(kept, chosen & set(kept), self.schema, exact))
         return zlib.compress(b"".join(parts), 9)
 
@@ -121,17 +120,13 @@ def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, T
     """
     decoder = zlib.decompressobj()
     try:
-        body = decoder.decompress(data, _MOST_BYTES)
-        size, position = read_varint(body, 0)
-        schema = Schema(json.loads(body[position : position + size]))
+        reader = Reader(decoder.decompress(data, _MOST_BYTES), "the first model")
+        schema = Schema(json.loads(reader.part("its rows").tobytes()))
     except (zlib.error, ValueError, TypeError) as error:
         raise WireError(f"the first model cannot be read: {error}") from None
-    position += size
-    layout, position = _cut(body, position, schema.bitmap_bytes)
-    size, position = read_varint(body, position)
-    message, position = _cut(body, position, size)
-    found = _read(schema, layout, message, start)
-    found |= decode_kept(body[position:], schema)
+    layout = reader.take(schema.bitmap_bytes, "its layout").tobytes()
+    found = _read(schema, layout, reader.part("its vector").tobytes(), start)
+    found |= decode_kept(reader.rest().tobytes(), schema)
     own = start() if len(found) < len(schema.specs) else None
     missing = [spec.name for spec in schema.specs if spec.name not in found]
     if missing and (own is None or not schema.fits(own)):
@@ -151,9 +146,3 @@ def _read(
         held = flatten(schema.cast(own), specs)
     size = sum(math.prod(spec.shape) for spec in specs)
     return unflatten(unpack(message, size, vector_dtype(specs), held), specs)
-
-
-def _cut(body: bytes, position: int, size: int) -> tuple[bytes, int]:
-    if size > len(body) - position:
-        raise WireError(f"a part claims {size} bytes; {len(body) - position} are left")
-    return body[position : position + size], position + size

@@ -20,7 +20,7 @@ from aqg.errors import MessageError, WireError
 from aqg.objectives.layout import ModelLayout, TensorSpec, read_specs
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.varint import Reader, write_part, write_varint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -246,7 +246,7 @@ def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kin
         flat = np.concatenate([values[n].reshape(-1).astype(np.float64) for n in halves])
         message = StatisticsMessage(flat, np.zeros(0, np.int64), np.ones(len(halves), np.bool_))
         frame = encode_statistics(message, _sections(halves, schema), "half")
-        parts += [write_varint(len(frame)), frame]
+        parts.append(write_part(frame))
     for name in exact:
         tensor = values[name]
         parts.append(np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).tobytes())
@@ -255,42 +255,27 @@ def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kin
 
 def decode_kept(data: bytes, schema: Schema) -> dict[str, Tensor]:
     """Return what `encode_kept` wrote; raise `WireError` or `MessageError` on anything else."""
-    num_halves, position = read_varint(data, 0)
-    num_exact, position = read_varint(data, position)
+    reader = Reader(data, "the message")
+    num_halves, num_exact = reader.varint(), reader.varint()
     if num_halves + num_exact > len(schema.specs):
         raise WireError(f"{num_halves + num_exact} tensors; the model has {len(schema.specs)}")
-    places = []
-    for _ in range(num_halves + num_exact):
-        place, position = read_varint(data, position)
-        if place >= len(schema.specs):
-            raise WireError(f"tensor {place}; the model has {len(schema.specs)}")
-        places.append(place)
+    places = [reader.varint() for _ in range(num_halves + num_exact)]
+    if max(places, default=0) >= len(schema.specs):
+        raise WireError(f"tensor {max(places)}; the model has {len(schema.specs)}")
     if len(set(places)) < len(places):
         raise WireError("a tensor comes twice")
-    names = [schema.specs[place].name for place in places]
+    specs = [schema.specs[place] for place in places]
     values: dict[str, Tensor] = {}
     if num_halves:
-        length, position = read_varint(data, position)
-        frame, position = data[position : position + length], position + length
-        flat = decode_statistics(frame, _sections(names[:num_halves], schema)).values
-        start = 0
-        for name in names[:num_halves]:
-            spec = schema.specs[schema.places[name]]
-            with np.errstate(over="ignore"):
-                part = flat[start : start + spec.size].astype(spec.dtype)
-            values[name] = part.reshape(spec.shape)
-            start += spec.size
-    for name in names[num_halves:]:
-        spec = schema.specs[schema.places[name]]
-        dtype = np.dtype(spec.dtype).newbyteorder("<")
-        end = position + spec.size * dtype.itemsize
-        if end > len(data):
-            raise WireError(f"the message ends at byte {len(data)}, inside tensor {name!r}")
-        tensor = np.frombuffer(data[position:end], dtype).astype(spec.dtype)
-        values[name] = tensor.reshape(spec.shape)
-        position = end
-    if position != len(data):
-        raise WireError(f"{len(data) - position} bytes follow the last tensor")
+        frame = reader.part("half precision").tobytes()
+        halves = specs[:num_halves]
+        flat = decode_statistics(frame, _sections([s.name for s in halves], schema)).values
+        values |= unflatten(flat, halves)
+    for spec in specs[num_halves:]:
+        kind = np.dtype(spec.dtype).newbyteorder("<")
+        tensor = reader.array(spec.size, kind.str, f"tensor {spec.name!r}")
+        values[spec.name] = tensor.astype(spec.dtype).reshape(spec.shape)
+    reader.finish("the last tensor")
     return values
 
 

@@ -19,7 +19,7 @@ from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.follower import Holding, Parcel
-from aqg.wire.varint import read_varint, write_varint
+from aqg.wire.varint import Reader, write_part, write_varint
 
 NO_STATE = bytes(STATE_DIGEST_BYTES)
 """Stands for the digest of a state where there is none."""
@@ -279,9 +279,9 @@ def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
     for order in known:
         if zlib.crc32(body, zlib.crc32(_write(order, _TERMS, types))) == crc:
             return _read(Order, body, order)
-    _, position = read_varint(body, 1)
-    incarnation, position = read_varint(body, position)
-    raise UnknownTermsError(incarnation, read_varint(body, position)[0])
+    reader = _reader(Order, body)
+    reader.varint()
+    raise UnknownTermsError(reader.varint(), reader.varint())
 
 
 def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
@@ -319,7 +319,9 @@ def _write(message: Any, names: Iterable[str], types: dict[str, Any]) -> bytes:
     return b"".join(_WRITERS[types[name]](getattr(message, name)) for name in names)
 
 
-def _field(types: dict[str, Any], name: str) -> tuple[Callable[[Any], bytes], Callable[..., Any]]:
+def _field(
+    types: dict[str, Any], name: str
+) -> tuple[Callable[[Any], bytes], Callable[[Reader], Any]]:
     if name in _STATES:
         return (lambda value: value), _read_state
     return _WRITERS[types[name]], _READERS[types[name]]
@@ -344,58 +346,55 @@ def _check(kind: type[Any], data: bytes) -> None:
 def _read(kind: type[_Message], body: bytes, known: Order | Stamp | None) -> _Message:
     form, types = _FORMS[kind], get_type_hints(kind)
     defaults = _defaults(form, known)
-    which, position = read_varint(body, 1)
+    reader = _reader(kind, body)
+    which = reader.varint()
     if which >> len(defaults):
         raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
     values: dict[str, Any] = dict(defaults)
     if kind is Order and known is None:
         for name in _TERMS:
-            values[name], position = _READERS[types[name]](body, position)
+            values[name] = _READERS[types[name]](reader)
     elif kind is Order:
         values |= {name: getattr(known, name) for name in _TERMS}
     for name in _HEAD:
-        values[name], position = read_varint(body, position)
+        values[name] = reader.varint()
     for place, name in enumerate(defaults):
         if which >> place & 1:
-            values[name], position = _field(types, name)[1](body, position)
+            values[name] = _field(types, name)[1](reader)
     if kind is Reply:
         code = values["held_round"]
         values["held_round"] = values["round"] - (code // 2 if code % 2 == 0 else -(code + 1) // 2)
-    values[form.payload] = body[position:]
+    values[form.payload] = reader.rest().tobytes()
     return kind(**values)
 
 
-def _write_bytes(value: bytes) -> bytes:
-    return write_varint(len(value)) + value
+def _reader(kind: type[Any], body: bytes) -> Reader:
+    """Return what reads a message behind its first byte."""
+    reader = Reader(body, f"the {kind.__name__.lower()}")
+    reader.byte("its first byte")
+    return reader
 
 
-def _read_bytes(body: bytes, position: int) -> tuple[bytes, int]:
-    length, position = read_varint(body, position)
-    return _take(body, position, length)
+def _read_bytes(reader: Reader) -> bytes:
+    return reader.part("a field").tobytes()
 
 
-def _read_state(body: bytes, position: int) -> tuple[bytes, int]:
-    return _take(body, position, STATE_DIGEST_BYTES)
+def _read_state(reader: Reader) -> bytes:
+    return reader.take(STATE_DIGEST_BYTES, "a digest").tobytes()
 
 
-def _take(body: bytes, position: int, length: int) -> tuple[bytes, int]:
-    if length > len(body) - position:
-        raise WireError(f"a field claims {length} bytes; {len(body) - position} are left")
-    return body[position : position + length], position + length
-
-
-def _read_text(body: bytes, position: int) -> tuple[str, int]:
-    data, position = _read_bytes(body, position)
+def _read_text(reader: Reader) -> str:
     try:
-        return data.decode(), position
+        return _read_bytes(reader).decode()
     except UnicodeDecodeError:
-        raise WireError(f"the text that ends at byte {position} is not UTF-8") from None
+        raise WireError("a text is not UTF-8") from None
 
 
-def _read_truth(body: bytes, position: int) -> tuple[bool, int]:
-    if position >= len(body) or body[position] > 1:
-        raise WireError(f"byte {position} is not 0 or 1")
-    return bool(body[position]), position + 1
+def _read_truth(reader: Reader) -> bool:
+    byte = reader.byte("a truth value")
+    if byte > 1:
+        raise WireError(f"a truth value is {byte}; it must be 0 or 1")
+    return bool(byte)
 
 
 def _write_float(value: float) -> bytes:
@@ -410,24 +409,24 @@ def _write_float(value: float) -> bytes:
     return b"\x04" + single if any(single[2:]) else b"\x02" + single[:2]
 
 
-def _read_float(body: bytes, position: int) -> tuple[float, int]:
-    size, position = read_varint(body, position)
+def _read_float(reader: Reader) -> float:
+    size = reader.varint()
     if size not in (2, 4, 8):
         raise WireError(f"a number of {size} bytes; it has 2, 4 or 8")
-    data, position = _take(body, position, size)
+    data = reader.take(size, "a number").tobytes()
     (value,) = struct.unpack(">d", data) if size == 8 else struct.unpack(">f", data.ljust(4, b"\0"))
-    return value, position
+    return float(value)
 
 
 _WRITERS: dict[type[Any], Callable[[Any], bytes]] = {
     int: write_varint,
     bool: lambda value: bytes([value]),
     float: _write_float,
-    str: lambda value: _write_bytes(value.encode()),
-    bytes: _write_bytes,
+    str: lambda value: write_part(value.encode()),
+    bytes: write_part,
 }
-_READERS: dict[type[Any], Callable[[bytes, int], tuple[Any, int]]] = {
-    int: read_varint,
+_READERS: dict[type[Any], Callable[[Reader], Any]] = {
+    int: Reader.varint,
     bool: _read_truth,
     float: _read_float,
     str: _read_text,
