@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from aqg.core.auto import Draws, Share
 from aqg.core.budget import Budget, first_budget
+from aqg.core.downlink import resolve_downlink
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.messages import Skip, energy_of
+from aqg.core.optimizers import SGD
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
 from aqg.core.round import init_client, init_clients, respond
+from aqg.core.server import Step, broadcast, init_server, publish_round, take_message
+from aqg.core.step_sizes import resolve_step
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import make_late
@@ -255,6 +259,29 @@ def test_a_long_vector_is_counted_in_pieces():
 def test_a_bad_share_is_named(share):
     with pytest.raises(ConfigError, match=f"share is {share}"):
         make_recipe(f"auto:share={share}")
+
+
+@pytest.mark.parametrize("downlink", ["auto", "exact"])
+@pytest.mark.parametrize("swings", [False, True])
+def test_clients_keep_what_they_do_not_send_while_the_model_gets_anywhere(swings, downlink):
+    """Updates that agree, or turn round every time; the first round tells nothing."""
+    recipe = make_recipe("auto").for_updates("steady")
+    update = np.random.default_rng(2).standard_normal(50).astype(np.float32)
+    rule = resolve_step("auto", recipe, are_exact=False, optimizer=SGD())
+    step = Step(0.1, rule=rule, downlink=resolve_downlink(downlink, recipe))
+    server, client = init_server(recipe, np.zeros(50, np.float32), 1, step), init_client(recipe, 50)
+    noises, kept = [], []
+    for number in range(6):
+        news = broadcast(recipe, server)
+        gradient = -update if swings and number % 2 else update
+        client, message = respond(recipe, client, gradient, 0.0, (0, 0, number), noise=news.noise)
+        noises.append(news.noise)
+        kept.append(bool(client.stages["feedback"]["residual"].any()))
+        server, _ = publish_round(recipe, take_message(recipe, server, 0, message), step)
+    assert noises[:2] == [0.0, 0.0]
+    assert [noise > 0 for noise in noises[2:]] == [swings] * 4
+    assert not any(has for has, noise in zip(kept, noises, strict=True) if noise)
+    assert all(kept) or swings
 
 
 @pytest.mark.parametrize(

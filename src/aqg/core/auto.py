@@ -54,7 +54,7 @@ from aqg.core.messages import Upload
 from aqg.core.policies import Always
 from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
-from aqg.core.stages import ErrorFeedback
+from aqg.core.stages import ErrorFeedback, Outcome, StageState
 from aqg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -175,6 +175,28 @@ class Draws(Quantizer):
         return 0.0 if step < MIN_STEP else round_up_to_bfloat16(step)
 
 
+@dataclass(frozen=True)
+class Steady(Share):
+    """The share, or draws where the server allows noise."""
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        if request.noise:
+            return Draws().quantize(vector, request)
+        return super().quantize(vector, request)
+
+
+class Patience(ErrorFeedback):
+    """Keeps what is not sent, or nothing where uploads were draws, which lack nothing in the mean.
+
+    What was kept before is in the draws.
+    """
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        if outcome.noise:
+            return {"residual": outcome.space.zeros_like(outcome.vectors)}
+        return super().after(state, outcome)
+
+
 def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Recipe:
     """Make the default of the recipe for exact gradients; without a share there are only draws."""
     if not 0 < noise < math.inf:
@@ -182,6 +204,5 @@ def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Reci
     draws = Recipe(policy=Always(2), quantizer=Draws(), noise=noise, step=STEP, downlink=DOWNLINK)
     steady = None
     if share:
-        stages, quantizer = (ErrorFeedback(),), Share(share)
-        steady = replace(draws, quantizer=quantizer, stages=stages, noise=0.0)
+        steady = replace(draws, quantizer=Steady(share), stages=(Patience(),))
     return replace(draws, exact=replace(exact, downlink=EXACT_DOWNLINK), steady=steady)

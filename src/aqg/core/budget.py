@@ -14,6 +14,12 @@ of the sum. The noise of the sum is ``ν`` times its own energy if in the next r
 
 which is ``ν`` for updates that have nothing in common, ``ν·m`` for ``m`` equal ones, and less than
 ``ν`` for those that cancel each other.
+
+Clients that keep what they do not send are told a noise of 0, and send no noise, as long as the
+model gets anywhere. What they send at different times does not cancel out, so that updates which do
+cancel, as those of clients with one label each that train hard, move the model at random. After
+steps ``s_k`` that have nothing in common it is ``√(Σ_k ‖s_k‖²)`` from where it started. While it is
+nearer than that, they are told ``b``, round at random, and keep nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +28,23 @@ from typing import NamedTuple
 
 from aqg.core.grids import round_up_to_bfloat16
 
+_ROUNDING = 2.0**-6
+"""Of a squared distance: a model after one step is as far from its start as that step is long."""
+_LEAST = 2.0**-20
+"""A noise that is as good as none, where uploads are rounded at random all the same."""
+
 
 class Budget(NamedTuple):
     """What uploads may add.
 
     Attributes:
         noise: ``b`` of the next round, a bfloat16 number.
+        walk: ``Σ_k ‖s_k‖²``, where clients keep what they do not send.
 
     """
 
     noise: float = 0.0
+    walk: float = 0.0
 
     def after(self, nu: float, of_sum: float, of_parts: float, most: float) -> Budget:
         """Return the budget after a round.
@@ -55,7 +68,24 @@ class Budget(NamedTuple):
         if not energy:  # too small a number
             return self
         agreement = min(max(signal / energy, 0.0), max(1.0, most))
-        return Budget(round_up_to_bfloat16(nu * agreement))
+        return self._replace(noise=round_up_to_bfloat16(nu * agreement))
+
+    def while_steady(self, moved: float, distance: float) -> Budget:
+        """Return the budget of clients that keep what they do not send, after a step.
+
+        Args:
+            moved: ``‖s_k‖²``.
+            distance: of the model from where it started, squared.
+
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=8.0).noise  # as at random: no nearer
+        0.0
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=4.0).noise
+        0.5
+
+        """
+        walk = self.walk + moved
+        is_lost = distance < (1 - _ROUNDING) * walk
+        return Budget(max(self.noise, _LEAST) if is_lost else 0.0, walk)
 
 
 def first_budget(nu: float) -> Budget:

@@ -59,6 +59,7 @@ class Compressed(NamedTuple):
     gaps: Gaps  # what was found of their vectors
     # the state of each stage, before the round and on the way
     stages: dict[str, tuple[StageState, StageState]]
+    noise: float  # what the server allowed
 
 
 def init_clients(
@@ -124,7 +125,9 @@ def compress(
     uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
     faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []
     widths = np.array([upload.width for upload in uploads], np.int64)
-    return Compressed(clients[gaps.senders], uploads, widths, faults, clients, gaps, stages)
+    return Compressed(
+        clients[gaps.senders], uploads, widths, faults, clients, gaps, stages, news.noise
+    )
 
 
 def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Clients:
@@ -140,7 +143,7 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     def mirrors() -> Sequence[FloatArray]:
         return space.rows(state.track.position, sent.senders)
 
-    outcome = Outcome(*gaps[:5], sent.uploads, space, mirrors)
+    outcome = Outcome(*gaps[:5], sent.uploads, space, mirrors, sent.noise)
     stages = dict(state.stages)
     for stage in recipe.stages:
         settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)

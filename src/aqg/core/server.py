@@ -145,7 +145,7 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
         optimizer=step.optimizer.init(length),
         rest=np.zeros(length if waits else 0),
         step=step.rule.init(parameters),
-        budget=first_budget(recipe.noise),
+        budget=_NO_NOISE if recipe.keeps_residual else first_budget(recipe.noise),
     )
 
 
@@ -187,7 +187,7 @@ def take_step(
     know where the model is. Otherwise what they did not learn is added to the next update. With
     `Full` the entry says nothing: clients receive the model.
     """
-    model = _noise_of_round(space, recipe, model, step.senders(num_clients))
+    start, model = model, _noise_of_round(space, recipe, model, step.senders(num_clients))
     factor = step.factor(recipe)
     direction = model.total if factor == 1 else model.total * factor
     optimizer, update = step.optimizer.step(model.optimizer, direction, space.root)
@@ -205,6 +205,8 @@ def take_step(
     if length is not None:  # else the model moved as it did before
         movement = length.squared / num_clients**2 * length.factor
         movement = rounded_up(movement) if is_rounded else movement
+    if recipe.noise and recipe.keeps_residual:
+        moved = moved._replace(budget=_noise_of_walk(space, start, moved))
     is_news = length is not None and movement != last
     entry = entry._replace(movement=movement if is_news else None, is_rounded=is_rounded)
     moved = moved._replace(
@@ -367,6 +369,15 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
         of_sum = space.squared_norm(model.total)
         budget = budget.after(recipe.noise, of_sum, energy, senders)
     return model._replace(budget=budget, upload_energy=0.0)
+
+
+def _noise_of_walk(space: Space, old: Model, new: Model) -> Budget:
+    """Return the noise of the next round: some if the model walks at random, else none."""
+    budget = new.budget
+    if new.step is None or not len(new.step.start):
+        return budget.while_steady(0.0, 0.0)
+    moved = space.squared_norm(new.parameters - old.parameters)
+    return budget.while_steady(moved, space.squared_norm(new.parameters - new.step.start))
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:

@@ -54,6 +54,7 @@ class Outcome(NamedTuple):
     space: Space  # where the vectors live
     # returns ``ref_m`` after the uploads, of each of the senders
     mirrors: Callable[[], Sequence[FloatArray]]
+    noise: float  # that uploads might carry
 
 
 class Stage:
