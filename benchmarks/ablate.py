@@ -65,7 +65,7 @@ ROWS = {
     "share": Row("signs of all coordinates, and the rest of each is kept", recipe="auto:share=1"),
     "half": Row("half of the energy, not nine tenths", recipe="auto:share=0.5"),
     "walk": Row(
-        "what is not sent is kept, even where the model walks at random",
+        "what is not sent is kept, even where the model gets nowhere",
         constants=((budget.Budget, "while_steady", lambda *_: budget.Budget()),),
     ),
     "most": Row("a surge moves the model as far as it goes", {"most": 1e9}),

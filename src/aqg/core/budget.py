@@ -18,8 +18,8 @@ which is ``ν`` for updates that have nothing in common, ``ν·m`` for ``m`` equ
 Clients that keep what they do not send are told a noise of 0, and send no noise, as long as the
 model gets anywhere. What they send at different times does not cancel out, so that updates which do
 cancel, as those of clients with one label each that train hard, move the model at random. After
-steps ``s_k`` that have nothing in common it is ``√(Σ_k ‖s_k‖²)`` from where it started. While it is
-nearer than that, they are told ``b``, round at random, and keep nothing.
+steps ``s_k`` that have nothing in common its squared distance from the start is ``Σ_k ‖s_k‖²``.
+While it is less than half of that, they are told ``b``, round at random, and keep nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from aqg.core.grids import round_up_to_bfloat16
 
-_ROUNDING = 2.0**-6
-"""Of a squared distance: a model after one step is as far from its start as that step is long."""
+LOST = 0.5
+"""A squared distance from the start below which a model gets nowhere, in that of a random walk."""
 _LEAST = 2.0**-20
 """A noise that is as good as none, where uploads are rounded at random all the same."""
 
@@ -77,15 +77,15 @@ class Budget(NamedTuple):
             moved: ``‖s_k‖²``.
             distance: of the model from where it started, squared.
 
-        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=8.0).noise  # as at random: no nearer
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=8.0).noise  # as far as at random
         0.0
-        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=4.0).noise
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=2.0).noise
         0.5
 
         """
         walk = self.walk + moved
-        is_lost = distance < (1 - _ROUNDING) * walk
-        return Budget(max(self.noise, _LEAST) if is_lost else 0.0, walk)
+        noise = max(self.noise, _LEAST) if distance < LOST * walk else 0.0
+        return Budget(noise, walk)
 
 
 def first_budget(nu: float) -> Budget:

@@ -206,7 +206,7 @@ def take_step(
         movement = length.squared / num_clients**2 * length.factor
         movement = rounded_up(movement) if is_rounded else movement
     if recipe.noise and recipe.keeps_residual:
-        moved = moved._replace(budget=_noise_of_walk(space, start, moved))
+        moved = moved._replace(budget=_noise_while_steady(space, start, moved))
     is_news = length is not None and movement != last
     entry = entry._replace(movement=movement if is_news else None, is_rounded=is_rounded)
     moved = moved._replace(
@@ -371,8 +371,8 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
     return model._replace(budget=budget, upload_energy=0.0)
 
 
-def _noise_of_walk(space: Space, old: Model, new: Model) -> Budget:
-    """Return the noise of the next round: some if the model walks at random, else none."""
+def _noise_while_steady(space: Space, old: Model, new: Model) -> Budget:
+    """Return the noise of the next round: some if the model gets nowhere, else none."""
     budget = new.budget
     if new.step is None or not len(new.step.start):
         return budget.while_steady(0.0, 0.0)
