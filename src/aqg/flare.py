@@ -125,7 +125,7 @@ class ServerFilter(_ModelFilter):
             ``auto:noise=0.1`` server optimizers that divide by the root of past squares; ``lean``
             aggregators that look at single results, as medians do.
         bits: the most bits per parameter of recipes that have such a limit.
-        max_staleness: after how many silent rounds a client sends something all the same.
+        max_staleness: after how many skips in a row a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's; by default the recipe's own.

@@ -22,7 +22,7 @@ class Settings:
     Attributes:
         recipe: name and options of the compressor.
         bits: its ``b_max``.
-        max_staleness: after how many silent rounds a client sends all the same.
+        max_staleness: after how many skips in a row a client sends all the same.
         seed: of recipes that draw.
         include: patterns for names of tensors to compress; all where there are none.
         exclude: patterns for names of tensors that travel as they are.

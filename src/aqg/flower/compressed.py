@@ -84,7 +84,7 @@ class Compressed(OuterStrategy):
             it every reply is near the client's model, as strategies expect that look at single
             replies.
         bits: the most bits per parameter of recipes that have such a limit.
-        max_staleness: after how many silent rounds a client sends something all the same.
+        max_staleness: after how many skips in a row a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's: ``"condensed"`` with

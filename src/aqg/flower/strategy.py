@@ -2,8 +2,8 @@
 
 It works on the same grid as ``Compressed(...)`` does, and makes the model itself: clients send
 updates against mirrors that the server holds, and the server publishes its steps
-(`aqg.channel.stepping`). So a client that is silent, late or away still counts with what is known
-of it, and the run ends with the simulator's model.
+(`aqg.channel.stepping`). So a client that skips, is late or drops out still counts with its mirror,
+and the run ends with the simulator's model.
 """
 
 from __future__ import annotations
@@ -239,9 +239,9 @@ class AQG(Strategy):
         told = ConfigRecord({**config, ROUND: server_round})
         if (number - 1) % settings.eval_every:
             told["measure"] = False
-        asked = [client for client in run.roster.present if not away[client]]
-        messages = self._messages(run, asked, arrays, told, "train")
-        self._sent = dict(zip(asked, messages, strict=True))
+        sampled = [client for client in run.roster.present if not away[client]]
+        messages = self._messages(run, sampled, arrays, told, "train")
+        self._sent = dict(zip(sampled, messages, strict=True))
         return messages
 
     def aggregate_train(
@@ -252,7 +252,7 @@ class AQG(Strategy):
         answered = {reply.metadata.reply_to_message_id: reply for reply in replies}
         found, taken = dict[int, dict[str, float]](), run.channel.taken
         for client, message in self._sent.items():
-            metrics = run.accounts.hear(client, answered.get(message.metadata.message_id))
+            metrics = run.accounts.read(client, answered.get(message.metadata.message_id))
             if metrics is not None and client in taken:
                 run.roster.num_samples[client] = metrics.get(EXAMPLES, 0.0)
                 found[client] = metrics

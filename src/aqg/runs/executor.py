@@ -8,8 +8,8 @@ worker died is tried again where the place says so.
 
 `Processes` are the place on this machine. A task that fails, or takes its process down with it,
 costs nothing but itself: every process has a pipe of its own, so a killed one leaves no lock
-behind, and the next task gets a new process. Processes do not hear Ctrl-C: a terminal sends it to
-all, and only the executor shall decide what it means. They are asked to stop through their pipes.
+behind, and the next task gets a new process. Processes ignore Ctrl-C: a terminal sends it to all,
+and only the executor shall decide what it means. They are asked to stop through their pipes.
 """
 
 from __future__ import annotations
