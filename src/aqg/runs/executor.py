@@ -38,7 +38,7 @@ class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for i
 
 @dataclass(frozen=True)
 class Contact:
-    """What a task says to the executor while it runs, and what it hears; by default nothing.
+    """What a task says to the executor while it runs, and what it is told; by default nothing.
 
     Where ``is_stop_asked``, the task should save and raise `Interrupted`. It says that it has
     ``saved`` when the files of its run are such that it can go on from them.
