@@ -70,7 +70,6 @@ def compress(
         tasks: whose data are the model to train, and whose results are trained models.
         first: of `ClientFilter`.
         settings: of `ServerFilter`.
-
     """
     names = list(tasks)
     server, client = ServerFilter(**settings), ClientFilter(first)
@@ -133,7 +132,6 @@ class ServerFilter(_ModelFilter):
         start: how the first model travels: ``"exact"``; ``"rounded"`` to 8 bits; ``"seed"``, drawn
             on both sides, with which training starts from another fresh model than the job's; or
             ``"digest"``, where sites have it in a file (see `ClientFilter`).
-
     """
 
     def __init__(
@@ -183,7 +181,6 @@ class ClientFilter(_ModelFilter):
     Args:
         first: a file at the site with the model that training starts from: safetensors, or a saved
             ``state_dict``.
-
     """
 
     def __init__(self, first: str = "") -> None:

@@ -97,7 +97,6 @@ class OutOfReachError(Exception):
 
     Attributes:
         reply: what to answer, so that the whole model is sent.
-
     """
 
     def __init__(self, reply: Reply) -> None:
@@ -107,20 +106,12 @@ class OutOfReachError(Exception):
 
 
 class Held(NamedTuple):
-    """A model as it came.
+    """A model as it came."""
 
-    Attributes:
-        order: what the server said of it.
-        schema: its tensors.
-        values: what is trained.
-        recipe: the compressor.
-
-    """
-
-    order: Order
-    schema: Schema
-    values: Values
-    recipe: Recipe
+    order: Order  # what the server said of it
+    schema: Schema  # its tensors
+    values: Values  # what is trained
+    recipe: Recipe  # the compressor
 
     @property
     def is_trained(self) -> bool:
@@ -162,18 +153,11 @@ class Held(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What becomes of tensors that are not part of the vector.
+    """What becomes of tensors that are not part of the vector."""
 
-    Attributes:
-        travels: are sent where they have changed.
-        own: the client's own.
-        aliases: second names, and the first ones.
-
-    """
-
-    travels: frozenset[str]
-    own: frozenset[str]
-    aliases: dict[str, str]
+    travels: frozenset[str]  # are sent where they have changed
+    own: frozenset[str]  # the client's own
+    aliases: dict[str, str]  # second names, and the first ones
 
     @property
     def policy(self) -> str:
@@ -201,7 +185,6 @@ def receive(
 
     Raises `OutOfReachError` where the whole model is needed, and `ConfigError`, `MessageError` or
     `WireError` where the order cannot be used.
-
     """
     try:
         order = order_from_bytes(part, memory.terms())
@@ -308,7 +291,6 @@ def reply_to(
             gradients, and not the trained model.
         loss: of training, where it is known.
         seconds: that training took.
-
     """
     order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
     held = held._replace(values={})
@@ -414,7 +396,6 @@ class OwnTensors:
     Args:
         vault: where they lie.
         key: names the run; tensors under another key are not found.
-
     """
 
     def __init__(self, vault: Vault, key: str) -> None:
@@ -446,7 +427,6 @@ class CopyStore:
     Args:
         vault: where it lies.
         key: names the model; a copy under another key is not found.
-
     """
 
     def __init__(self, vault: Vault, key: str) -> None:

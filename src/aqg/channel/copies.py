@@ -25,22 +25,13 @@ if TYPE_CHECKING:
 
 
 class PublicCopy(NamedTuple):
-    """A version of the public copy; nothing of it is ever changed.
+    """A version of the public copy; nothing of it is ever changed."""
 
-    Attributes:
-        layout: which tensors the vector is made of, a bit for each.
-        public: the tensors that are compressed, flat; its round is the copy's version.
-        kept: all others.
-        digests: of the kept tensors.
-        digest: of all.
-
-    """
-
-    layout: bytes
-    public: Public
-    kept: Mapping[str, Tensor]
-    digests: Mapping[str, bytes]
-    digest: bytes = b""
+    layout: bytes  # which tensors the vector is made of, a bit for each
+    public: Public  # the tensors that are compressed, flat; its round is the copy's version
+    kept: Mapping[str, Tensor]  # all others
+    digests: Mapping[str, bytes]  # of the kept tensors
+    digest: bytes = b""  # of all
 
     @staticmethod
     def of(values: Values, schema: Schema, layout: bytes, version: int = 1) -> PublicCopy:

@@ -65,20 +65,12 @@ def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
 
 
 class First(NamedTuple):
-    """A first model.
+    """A first model."""
 
-    Attributes:
-        schema: of all tensors.
-        layout: which of them are in the vector.
-        message: the vector.
-        held: the vector itself where the message is its digest.
-
-    """
-
-    schema: Schema
-    layout: bytes
-    message: bytes
-    held: Values | None
+    schema: Schema  # of all tensors
+    layout: bytes  # which of them are in the vector
+    message: bytes  # the vector
+    held: Values | None  # the vector itself where the message is its digest
 
     @staticmethod
     def of(way: str, values: Values, schema: Schema, layout: bytes, seed: int) -> First | None:
@@ -116,7 +108,6 @@ def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, T
 
     Raises `OtherModelError` where they are the digest of another model than that, and `WireError`
     on anything else.
-
     """
     decoder = zlib.decompressobj()
     try:

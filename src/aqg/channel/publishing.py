@@ -125,7 +125,6 @@ def condense(
         steps: how far the model moved.
         version: of the copy.
         downlink: the settings.
-
     """
     if count is not None:
         kept = largest_of(gap, min(count, len(gap)))

@@ -74,19 +74,12 @@ class Phase:
     """What was sent of a model at one time, and what replies to it are relative to.
 
     While it is held anywhere its copy stays as it is: the channel then moves another one.
-
-    Attributes:
-        channel: of the model.
-        is_open: whether clients may choose fewer tensors to compress.
-        values: the strategy's own model; of tensors that are kept, clients' copy.
-        copy: the public copy.
-
     """
 
-    channel: Channel
-    is_open: bool
-    values: dict[str, Tensor]
-    copy: PublicCopy
+    channel: Channel  # of the model
+    is_open: bool  # whether clients may choose fewer tensors to compress
+    values: dict[str, Tensor]  # the strategy's own model; of tensors that are kept, clients' copy
+    copy: PublicCopy  # the public copy
 
     @property
     def version(self) -> int:
@@ -95,30 +88,18 @@ class Phase:
 
 
 class Taken(NamedTuple):
-    """A reply that was read, and has changed nothing yet.
+    """A reply that was read, and has changed nothing yet."""
 
-    Attributes:
-        channel: of the model.
-        node: whose it is.
-        phase: what it answers.
-        layout: which tensors were compressed.
-        kept: tensors that came as they are.
-        peer: what the server holds of the node after it; None where nothing was compressed.
-        message: what was sent.
-        update: what it stands for; of no values where nothing was compressed.
-        reply: as it came.
-
-    """
-
-    channel: Channel
-    node: int
-    phase: Phase
-    layout: bytes
-    kept: dict[str, Tensor]
+    channel: Channel  # of the model
+    node: int  # whose it is
+    phase: Phase  # what it answers
+    layout: bytes  # which tensors were compressed
+    kept: dict[str, Tensor]  # tensors that came as they are
+    # what the server holds of the node after it; None where nothing was compressed.
     peer: Peer | None
-    message: Message
-    update: Update
-    reply: Reply
+    message: Message  # what was sent
+    update: Update  # what it stands for; of no values where nothing was compressed
+    reply: Reply  # as it came
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -163,7 +144,6 @@ class Channel:
         fault: why the strategy's model could not be sent last time; empty where it was.
 
     Raises `ConfigError` where no tensor can be compressed.
-
     """
 
     makes_model = False

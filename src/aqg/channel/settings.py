@@ -17,36 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can choose.
+    """What a user can choose."""
 
-    Attributes:
-        recipe: name and options of the compressor.
-        bits: its ``b_max``.
-        max_staleness: after how many skips in a row a client sends all the same.
-        seed: of recipes that draw.
-        include: patterns for names of tensors to compress; all where there are none.
-        exclude: patterns for names of tensors that travel as they are.
-        downlink: how the public copy follows the model.
-        clip: returns the largest norm of an update, where the strategy relies on one.
-        own: a recipe that is used in place of the named one; clients must have an equal one.
-        updates: their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`.
-        start: how the first model travels (`aqg.channel.first`).
-        memory: what clients hold between rounds, the ``"model"`` and what the recipe keeps, or
-            ``"none"`` of it.
-
-    """
-
-    recipe: str = "lean"
-    bits: int = 4
-    max_staleness: int = 100
-    seed: int = 0
+    recipe: str = "lean"  # name and options of the compressor
+    bits: int = 4  # its ``b_max``
+    max_staleness: int = 100  # after how many skips in a row a client sends all the same
+    seed: int = 0  # of recipes that draw
+    # patterns for names of tensors to compress; all where there are none
     include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    downlink: Condensed = field(default_factory=Condensed)
+    exclude: tuple[str, ...] = ()  # patterns for names of tensors that travel as they are
+    downlink: Condensed = field(default_factory=Condensed)  # how the public copy follows the model
+    # returns the largest norm of an update, where the strategy relies on one
     clip: Callable[[], float | None] = lambda: None
+    # a recipe that is used in place of the named one; clients must have an equal one
     own: Recipe | None = None
+    # their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`
     updates: str = SAMPLED
-    start: str = "exact"
+    start: str = "exact"  # how the first model travels (`aqg.channel.first`)
+    # what clients hold between rounds, the ``"model"`` and what the recipe keeps, or ``"none"``
+    # of it
     memory: str = "model"
 
     @property

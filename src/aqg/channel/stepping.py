@@ -40,28 +40,17 @@ if TYPE_CHECKING:
 
 
 class Stepping(NamedTuple):
-    """How the server steps.
+    """How the server steps."""
 
-    Attributes:
-        num_clients: how many clients there are.
-        client_of: says which of them a node is.
-        size: of the step.
-        rule: how long steps are.
-        optimizer: what is made of the sums.
-        downlink: how the model travels.
-        dropout: the share of replies that is expected to be lost, where recipes look at it.
-        sampled: the share of clients that take part in a round.
-
-    """
-
-    num_clients: int
-    client_of: Callable[[int], int | None]
-    size: float
-    rule: StepRule = Fixed()
-    optimizer: ServerOptimizer = SGD()
-    downlink: Downlink = Full()
+    num_clients: int  # how many clients there are
+    client_of: Callable[[int], int | None]  # says which of them a node is
+    size: float  # of the step
+    rule: StepRule = Fixed()  # how long steps are
+    optimizer: ServerOptimizer = SGD()  # what is made of the sums
+    downlink: Downlink = Full()  # how the model travels
+    # the share of replies that is expected to be lost, where recipes look at it
     dropout: float = 0.0
-    sampled: float = 1.0
+    sampled: float = 1.0  # the share of clients that take part in a round
 
     @property
     def step(self) -> Step:
@@ -71,17 +60,11 @@ class Stepping(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """How tensors travel.
+    """How tensors travel."""
 
-    Attributes:
-        kinds: of each.
-        own: those that clients keep to themselves.
-        aliases: second names of tensors, such as those of tied weights, and the first ones.
-
-    """
-
-    kinds: Kinds
-    own: frozenset[str] = frozenset()
+    kinds: Kinds  # of each
+    own: frozenset[str] = frozenset()  # those that clients keep to themselves
+    # second names of tensors, such as those of tied weights, and the first ones
     aliases: Mapping[str, str] = {}
 
 
@@ -94,7 +77,6 @@ class SteppingChannel(Channel):
         settings: of the user.
         stepping: how the server steps.
         travel: how tensors travel.
-
     """
 
     makes_model = True

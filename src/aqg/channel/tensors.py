@@ -54,7 +54,6 @@ class Schema:
     >>> schema = Schema.of({"w": np.zeros((2, 3), "f4"), "n": np.zeros((), "i8")})
     >>> [spec.name for spec in schema.chosen(schema.bitmap(["n"]))]
     ['n']
-
     """
 
     def __init__(self, rows: Iterable[tuple[str, Sequence[int], str]]) -> None:
@@ -181,7 +180,6 @@ class Update:
     Args:
         content: the vector, or levels on a grid.
         dtype: in which precision levels are read.
-
     """
 
     def __init__(self, content: FloatArray | Upload, dtype: str) -> None:

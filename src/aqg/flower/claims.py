@@ -199,7 +199,6 @@ class AverageChecks(Checks):
 
     Args:
         key: the metric that says how many examples a node has.
-
     """
 
     def __init__(self, key: str) -> None:
@@ -323,7 +322,6 @@ def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str
 
     >>> mean_metrics([(10.0, {"accuracy": 0.5}), (30.0, {"accuracy": 0.9, "own": 2.0})])
     {'accuracy': 0.8, 'own': 2.0}
-
     """
     means = {}
     for name in dict.fromkeys(name for _, metrics in found for name in metrics):

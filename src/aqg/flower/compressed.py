@@ -96,7 +96,6 @@ class Compressed(OuterStrategy):
             initialized, else ``"exact"``. The strategy starts from what nodes receive.
         memory: what nodes hold between rounds: the ``"model"`` and what the recipe keeps, or
             ``"none"`` of it, neither on disk nor in their context.
-
     """
 
     def __init__(
@@ -198,7 +197,6 @@ class Buffered(OuterStrategy):
     Args:
         strategy: does what it always does. `Compressed` goes around this one, not into it.
         size: ``B``, the replies after which a round ends; errors do not count.
-
     """
 
     def __init__(self, strategy: Strategy, *, size: int) -> None:

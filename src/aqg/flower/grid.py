@@ -147,7 +147,6 @@ class CompressedGrid(OuterGrid):
         settings: what the user chose.
         checks: of what else replies hold, beside updates.
         run_name: names the run; by default at random.
-
     """
 
     def __init__(

@@ -79,7 +79,6 @@ def make_mod(
         start: makes the model that training starts from, where the node has it (a torch module, a
             ``state_dict`` or an ArrayRecord), so that with ``start="digest"`` on the server it
             need not travel.
-
     """
     directory = None if state_dir is None else Path(state_dir)
 

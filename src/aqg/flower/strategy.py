@@ -111,7 +111,6 @@ class AQG(Strategy):
         settings: as they are.
         final: the final model, as ``evaluate`` is given it; None before the end of a run.
         results: what ``summary.json`` holds; empty before the end of a run.
-
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class AQG(Strategy):
             run_config: Flower's, with names in hyphens.
             defaults: values for keys that it does not have.
             options: of `AQG`; they come first.
-
         """
         given = {name: value for name, value in options.items() if value is not None}
         return AQG(**{**asdict(read_settings(run_config, defaults)), **given})
@@ -193,7 +191,6 @@ class AQG(Strategy):
         The results have the rounds of this start; those before a restart are in ``run_dir``; in
         ``traffic`` they have the bytes of each node. Where steps adapt, the final model, and what
         the server measures, is the mean over the last ones.
-
         """
         given = {"rounds": num_rounds, "round_timeout": timeout}
         changes: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
@@ -494,7 +491,6 @@ def make_server_app(
     final and its best model there (see `aqg.load_model`), under the module's own names; a vector
     without a module is one tensor called ``parameters``. Where the directory holds a checkpoint,
     the run goes on from there.
-
     """
     app = ServerApp()
 

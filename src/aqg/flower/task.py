@@ -152,7 +152,6 @@ class FlowerTask:
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
-
     """
 
     train: Train
@@ -243,7 +242,6 @@ class FlowerTask:
 
         The upload is the pseudo-gradient ``θ - θ_local``. With ``alpha`` at its default ``1/M`` the
         server's step is federated averaging. Give `make_server_app` the same module and options.
-
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
@@ -321,7 +319,6 @@ def make_client_app(
     The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
     node's process; a client that has lost it starts again from zero. At the start of a run,
     memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
-
     """
     tasks: OrderedDict[tuple[int, int], FlowerTask] = OrderedDict()
 
