@@ -21,33 +21,27 @@ import json
 import secrets
 import shutil
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_copy
 from nvflare.job_config.defs import FilterType
 
 from aqg import __version__
-from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
-from aqg.channel.server import Channel
+from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
+from aqg.channel.server import Channel, Phase
 from aqg.channel.settings import make_settings
+from aqg.channel.tensors import Tensor, Values
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.store import DirectoryVault
 from aqg.weights import as_numpy, read_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from nvflare.apis.fl_context import FLContext
-
-    from aqg.channel.client import Held
-    from aqg.channel.server import Phase
-    from aqg.channel.tensors import Tensor, Values
 
 _PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
 """What data in place of a model hold: the frame; what kind of data it was; and where the model is

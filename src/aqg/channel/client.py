@@ -12,9 +12,10 @@ import json
 import logging
 import math
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from aqg.channel.server import FORGETTING, MOVING, OPEN, agreement
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    Tensor,
+    Values,
     decode_kept,
     encode_kept,
     is_finite,
@@ -32,27 +35,27 @@ from aqg.channel.tensors import (
     kinds_of,
     vector_dtype,
 )
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
+from aqg.core.types import FloatArray
 from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
+from aqg.objectives.layout import TensorSpec
 from aqg.protocol.client import intact_base, log_reply, short
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
-from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
+from aqg.protocol.messages import (
+    Order,
+    Reply,
+    UnknownTermsError,
+    order_from_bytes,
+    terms_of_run,
+    to_bytes,
+)
 from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
-from aqg.protocol.store import ArrayStore, ClientStore
+from aqg.protocol.store import ArrayStore, ClientStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import Reader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from aqg.channel.tensors import Tensor, Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.objectives.layout import TensorSpec
-    from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.store import Vault
 
 _logger = logging.getLogger("aqg.channel")
 _UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)

@@ -8,20 +8,15 @@ of it in between. Both sides compare a digest of all of it in every round.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import flatten, unflatten
-from aqg.core.public import at_rest
+from aqg.channel.tensors import Schema, Tensor, Values, flatten, unflatten
+from aqg.core.public import Public, at_rest
+from aqg.core.types import FloatArray
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from aqg.channel.tensors import Schema, Tensor, Values
-    from aqg.core.public import Public
-    from aqg.core.types import FloatArray
 
 
 class PublicCopy(NamedTuple):

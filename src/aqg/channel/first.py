@@ -18,11 +18,14 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    Tensor,
+    Values,
     decode_kept,
     encode_kept,
     flatten,
@@ -33,11 +36,6 @@ from aqg.core.downlink import AUTO
 from aqg.errors import WireError
 from aqg.start import OtherModelError, laws_of, pack, settle, unpack
 from aqg.wire.varint import Reader, write_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from aqg.channel.tensors import Tensor, Values
 
 _MOST_BYTES = 1 << 36
 _MOST_BESIDE = 1 << 20

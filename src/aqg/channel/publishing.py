@@ -9,29 +9,23 @@ tolerance of the model. What is left out stays in the difference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import PIECE
+from aqg.channel.tensors import PIECE, Values
+from aqg.core.downlink import Condensed
 from aqg.core.grids import value_table
-from aqg.core.messages import Upload
-from aqg.core.public import Entry
+from aqg.core.messages import AnyUpload, Upload
+from aqg.core.public import Entry, Public
 from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import on_grid
 from aqg.core.space import NumpySpace
 from aqg.core.track import Terms, correct
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.channel.tensors import Values
-    from aqg.core.downlink import Condensed
-    from aqg.core.messages import AnyUpload
-    from aqg.core.public import Public
-    from aqg.core.types import FloatArray, IntArray
-    from aqg.objectives.layout import TensorSpec
+from aqg.core.types import FloatArray, IntArray
+from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -12,10 +13,14 @@ import numpy as np
 from aqg.channel.copies import PublicCopy
 from aqg.channel.first import First, choose_way
 from aqg.channel.publishing import Steps, condense, entry_of, measure_change, squared_norm
+from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     Kind,
+    Kinds,
     Schema,
+    Tensor,
     Update,
+    Values,
     as_received,
     decode_kept,
     encode_kept,
@@ -28,25 +33,17 @@ from aqg.channel.tensors import (
 )
 from aqg.core.budget import first_budget
 from aqg.core.downlink import rounded_up
-from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
+from aqg.core.messages import Message, Skip, Upload, energy_of, num_nonzero
 from aqg.core.public import Entry, advance
+from aqg.core.recipe import Recipe
+from aqg.core.server import Peer
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
+from aqg.objectives.layout import TensorSpec
 from aqg.protocol.log import ModelLog
-from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Kinds, Tensor, Values
-    from aqg.core.messages import Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.server import Peer
-    from aqg.core.types import FloatArray
-    from aqg.objectives.layout import TensorSpec
-    from aqg.protocol.messages import Reply
 
 OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 from aqg.core.downlink import AUTO, Condensed, make_downlink
 from aqg.core.recipe import SAMPLED, Recipe, require_memory
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.start import require_way
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)

@@ -8,35 +8,29 @@ the vector, such as running statistics, are averaged with the weights of the upd
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
-from aqg.channel.tensors import Kind, unflatten
+from aqg.channel.settings import Settings
+from aqg.channel.tensors import Kind, Kinds, Tensor, Values, unflatten
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.public import lies_on_grid, mark_after
-from aqg.core.server import Step
+from aqg.core.server import Peer, Step
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Kinds, Tensor, Values
-    from aqg.core.server import Peer
-    from aqg.core.types import Float64Array
-
-    Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Stepping(NamedTuple):

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.objectives.layout import ModelLayout, TensorSpec, read_specs
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import Reader, write_part, write_varint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
-
-    Tensor = NDArray[Any]
-    Values = Mapping[str, Tensor]
+Tensor = NDArray[Any]
+Values = Mapping[str, Tensor]
 
 PIECE = 1 << 20
 """Values that are looked at together: large models need no second vector to be compared."""

@@ -10,22 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
+from aqg.core.types import Float64Array
 from aqg.errors import AqgError, MessageError
 from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, plain, unpack
 from aqg.flower.private import bounded_pulls, pauses
 from aqg.runs.stopping import has_diverged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from flwr.serverapp import Grid
-
-    from aqg.core.types import Float64Array
 
 _logger = logging.getLogger("flwr.aqg")
 

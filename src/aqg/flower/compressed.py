@@ -7,13 +7,16 @@ Flower's.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.settings import make_settings
+from aqg.channel.tensors import Tensor, Values
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
@@ -21,14 +24,6 @@ from aqg.flower.claims import AverageChecks, Checks
 from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.flower.grid import CompressedGrid, Counts
 from aqg.flower.private import OuterGrid, replies_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from flwr.app import Message
-    from flwr.serverapp import Grid
-
-    from aqg.channel.tensors import Tensor, Values
 
 _logger = logging.getLogger("flwr.aqg")
 

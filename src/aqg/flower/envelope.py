@@ -12,23 +12,18 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from aqg import __version__
-from aqg.channel.tensors import bits_of
+from aqg.channel.tensors import Tensor, bits_of
 from aqg.errors import ConfigError, MessageError, WireError
 from aqg.wire.varint import read_varint, write_varint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from aqg.channel.tensors import Tensor
 
 RECORD = "aqg"
 """The name of our record."""

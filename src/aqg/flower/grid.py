@@ -13,14 +13,17 @@ import operator
 import secrets
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.serverapp import Grid
 
-from aqg.channel.server import Channel, LostError
-from aqg.channel.tensors import is_finite, is_same
+from aqg.channel.server import Channel, LostError, Phase, Taken
+from aqg.channel.settings import Settings
+from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.claims import Checks
 from aqg.flower.envelope import (
@@ -41,15 +44,6 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, name_message, replies_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flwr.serverapp import Grid
-
-    from aqg.channel.server import Phase, Taken
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Values
 
 _logger = logging.getLogger("flwr.aqg")
 

@@ -8,14 +8,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import Message, RecordDict
 
+from aqg.channel.stepping import SteppingChannel
 from aqg.core.messages import Skip
+from aqg.core.types import Float64Array
 from aqg.errors import MessageError
 from aqg.flower.claims import (
     Checks,
+    Roster,
     cap_shares,
     known_or_mean,
     leave_out_absurd,
@@ -23,18 +27,11 @@ from aqg.flower.claims import (
     mean_metrics,
 )
 from aqg.flower.envelope import EVALUATED, EXAMPLES, TRAINED, loss_in, numbers_in, plain
+from aqg.flower.grid import Counts, NodeCounts
+from aqg.flower.settings import Settings
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.sim.record import DROPPED, RoundRecord
-
-if TYPE_CHECKING:
-    from flwr.app import Message, RecordDict
-
-    from aqg.channel.stepping import SteppingChannel
-    from aqg.core.types import Float64Array
-    from aqg.flower.claims import Roster
-    from aqg.flower.grid import Counts, NodeCounts
-    from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
 

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import ServerApp
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.server import agreement
 from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
+from aqg.channel.tensors import Values
 from aqg.core.downlink import describe_downlink, resolve_downlink
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.flower.claims import Roster, cap_shares, leave_out_absurd, mean_loss, mean_metrics
 from aqg.flower.envelope import (
@@ -37,23 +40,14 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.grid import CompressedGrid
-from aqg.flower.journal import Journal
+from aqg.flower.journal import Journal, RunLogger
 from aqg.flower.models import ServerModel, is_module, make_model
 from aqg.flower.reports import Accounts
 from aqg.flower.settings import KEYS, Settings, read_settings
 from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     import torch
-    from flwr.app import Context
-    from flwr.serverapp import Grid
-
-    from aqg.channel.tensors import Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.flower.journal import RunLogger
 
     Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]

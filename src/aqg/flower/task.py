@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from aqg.channel.tensors import Tensor, Values, unflatten
 from aqg.channel.tensors import flatten as flatten_tensors
-from aqg.channel.tensors import unflatten
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray
 from aqg.errors import AqgError, ConfigError, DataError, GradientError
 from aqg.flower.envelope import (
     EVALUATED,
@@ -31,16 +34,9 @@ from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.training import LocalTraining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
-    from flwr.app import Context
     from flwr.clientapp.typing import Mod
 
-    from aqg.channel.tensors import Tensor, Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
     from aqg.objectives.module import ModuleObjective
 
