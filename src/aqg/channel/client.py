@@ -33,6 +33,7 @@ from aqg.channel.tensors import (
     is_finite,
     is_same,
     kinds_of,
+    placed,
     vector_dtype,
 )
 from aqg.core.recipe import Recipe
@@ -300,7 +301,7 @@ def reply_to(
     kinds = kinds_of(schema)
     beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
     chosen = schema.chosen(order.layout[1:])
-    inside = {spec.name for spec in chosen}
+    inside = schema.names(order.layout[1:])
     changed = {
         name
         for name, tensor in after.items()
@@ -344,10 +345,8 @@ def _update(
 ) -> FloatArray:
     """Return an update as one vector; its tensors are taken out of the dictionaries."""
     update = np.empty(sum(spec.size for spec in specs), vector_dtype(specs))
-    position = 0
-    for spec in specs:
-        part = update[position : position + spec.size]
-        position += spec.size
+    for spec, place in placed(specs):
+        part = update[place]
         new = after.pop(spec.name).reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
             part[:] = new if is_update else before.pop(spec.name).reshape(-1)
@@ -369,7 +368,7 @@ def _respond(
     if not chosen:
         return replace(stale_reply(order), stale=False)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
-        size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
+        size, dtype = schema.vector_of(layout)
         zero = Snapshot.zero(recipe, size, dtype).stamp
         order = replace(
             order,

@@ -29,13 +29,19 @@ class PublicCopy(NamedTuple):
     digest: bytes = b""  # of all
 
     @staticmethod
-    def of(values: Values, schema: Schema, layout: bytes, version: int = 1) -> PublicCopy:
-        """Return a copy that is equal to the model."""
-        chosen = schema.chosen(layout)
-        inside = {spec.name for spec in chosen}
+    def of(
+        values: Values,
+        schema: Schema,
+        layout: bytes,
+        version: int = 1,
+        digests: Mapping[str, bytes] = {},
+    ) -> PublicCopy:
+        """Return a copy that is equal to the model; some digests may be known."""
+        public = at_rest(flatten(values, schema.chosen(layout)), version)
+        inside = schema.names(layout)
         kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
-        digests = {name: tensor_digest(tensor) for name, tensor in kept.items()}
-        return PublicCopy(layout, at_rest(flatten(values, chosen), version), kept, digests)
+        digests = {n: digests.get(n) or tensor_digest(t) for n, t in kept.items()}
+        return PublicCopy(layout, public, kept, digests)
 
     @property
     def version(self) -> int:
@@ -82,14 +88,8 @@ class PublicCopy(NamedTuple):
         """Return the same copy with other tensors in the vector."""
         if layout == self.layout:
             return self
-        values = self.values(schema)
-        chosen = schema.chosen(layout)
-        inside = {spec.name for spec in chosen}
-        kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
-        digests = {n: self.digests.get(n) or tensor_digest(t) for n, t in kept.items()}
-        public = at_rest(flatten(values, chosen), self.version)
-        public = public._replace(history=self.public.history)
-        return PublicCopy(layout, public, kept, digests)
+        copy = PublicCopy.of(self.values(schema), schema, layout, self.version, self.digests)
+        return copy._replace(public=copy.public._replace(history=self.public.history))
 
 
 def tensor_digest(tensor: Tensor) -> bytes:

@@ -16,7 +16,6 @@ others                 tensors as they are now (`aqg.channel.tensors`): all othe
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -30,7 +29,6 @@ from aqg.channel.tensors import (
     encode_kept,
     flatten,
     unflatten,
-    vector_dtype,
 )
 from aqg.core.downlink import AUTO
 from aqg.errors import WireError
@@ -51,8 +49,7 @@ def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
     """
     if way != AUTO:
         return way
-    specs = schema.chosen(layout)
-    inside = {spec.name for spec in specs}
+    specs, inside = schema.chosen(layout), schema.names(layout)
     beside = sum(t.nbytes for name, t in values.items() if name not in inside)
     is_layered = any(len(spec.shape) > 1 for spec in specs)
     is_large = beside > _MOST_BESIDE or any(spec.size > _MOST_DRAWN for spec in specs)
@@ -88,8 +85,8 @@ class First(NamedTuple):
 
     def encode(self, kept: Values, changed: Iterable[str]) -> bytes:
         """Write it, with tensors that are not compressed as they are now."""
-        inside = {spec.name for spec in self.schema.chosen(self.layout)}
-        chosen = set(changed) if self.held is not None else {*changed, *(set(kept) - inside)}
+        others = set(kept) - self.schema.names(self.layout)
+        chosen = set(changed) if self.held is not None else {*changed, *others}
         rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
         exact = dict.fromkeys(self.schema.places, Kind.EXACT)
         parts = [write_part(rows), self.layout, write_part(self.message)]
@@ -133,5 +130,4 @@ def _read(
         if not schema.fits(own):
             raise OtherModelError("the first model held here has other tensors than the server's")
         held = flatten(schema.cast(own), specs)
-    size = sum(math.prod(spec.shape) for spec in specs)
-    return unflatten(unpack(message, size, vector_dtype(specs), held), specs)
+    return unflatten(unpack(message, *schema.vector_of(layout), held), specs)

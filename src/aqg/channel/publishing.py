@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import PIECE, Values
+from aqg.channel.tensors import Values, pieces, squared_norm
 from aqg.core.downlink import Condensed
 from aqg.core.grids import value_table
 from aqg.core.messages import AnyUpload, Upload
@@ -80,16 +80,6 @@ class Steps(NamedTuple):
         return sum(self.squares) / len(self.squares) if self.squares else 0.0
 
 
-def squared_norm(vector: FloatArray) -> float:
-    """Return ``‖v‖²``, summed in double precision, without a second vector."""
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(vector), PIECE):
-            piece = vector[start : start + PIECE].astype(np.float64)
-            total += float(np.vdot(piece, piece))
-    return total
-
-
 def measure_change(
     values: Values, before: Values, specs: Sequence[TensorSpec], dtype: str
 ) -> tuple[float, int]:
@@ -98,9 +88,9 @@ def measure_change(
     with np.errstate(over="ignore", invalid="ignore"):
         for spec in specs:
             new, old = values[spec.name].reshape(-1), before[spec.name].reshape(-1)
-            for start in range(0, len(new), PIECE):
-                was = old[start : start + PIECE].astype(np.float64)
-                change = new[start : start + PIECE] - was
+            for piece in pieces(len(new)):
+                was = old[piece].astype(np.float64)
+                change = new[piece] - was
                 square += float(np.vdot(change, change))
                 np.abs(was, out=was)
                 was *= bound
@@ -152,11 +142,10 @@ def largest_of(vector: FloatArray, count: int) -> IntArray:
     if vector.dtype != np.float32 or not 0 < count < len(vector):
         return largest(vector, count)
     bits = vector.view(np.uint32)
-    pieces = [slice(start, start + PIECE) for start in range(0, len(vector), PIECE)]
     threshold, left = 0, count
     for shift in (16, 0):
         counts = np.zeros(1 << 16, np.int64)
-        for piece in pieces:
+        for piece in pieces(len(bits)):
             part = bits[piece] & _MAGNITUDE
             if not shift:
                 part = part[part >> 16 == threshold >> 16]
@@ -166,7 +155,7 @@ def largest_of(vector: FloatArray, count: int) -> IntArray:
         left -= int(above[place - 1]) if place else 0
         threshold |= (len(counts) - 1 - place) << shift
     found = []
-    for piece in pieces:
+    for piece in pieces(len(bits)):
         part = bits[piece] & _MAGNITUDE
         taken = part > threshold if threshold else part > 0
         if threshold and left:

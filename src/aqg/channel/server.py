@@ -12,7 +12,7 @@ import numpy as np
 
 from aqg.channel.copies import PublicCopy
 from aqg.channel.first import First, choose_way
-from aqg.channel.publishing import Steps, condense, entry_of, measure_change, squared_norm
+from aqg.channel.publishing import Steps, condense, entry_of, measure_change
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     Kind,
@@ -29,11 +29,12 @@ from aqg.channel.tensors import (
     is_same,
     kinds_of,
     shifted,
+    squared_norm,
     vector_dtype,
 )
 from aqg.core.budget import first_budget
 from aqg.core.downlink import rounded_up
-from aqg.core.messages import Message, Skip, Upload, energy_of, num_nonzero
+from aqg.core.messages import Message, Skip, energy_of, num_nonzero
 from aqg.core.public import Entry, advance
 from aqg.core.recipe import Recipe
 from aqg.core.server import Peer
@@ -105,9 +106,8 @@ class Taken(NamedTuple):
         it is not lost. Raises `MessageError` where one is beyond its type's numbers.
         """
         schema, values = self.channel.schema, self.phase.values
-        factor = self.channel.cut(self)
+        factor, inside = self.channel.cut(self), schema.names(self.layout)
         moving = shifted(values, self.update, schema.chosen(self.layout), factor)
-        inside = {spec.name for spec in schema.chosen(self.layout)}
         for spec in schema.specs:
             if spec.name not in inside:
                 tensor = self.kept.get(spec.name, values[spec.name])
@@ -241,9 +241,8 @@ class Channel:
         is_behind = position < self._log.first
         first = self._from_first(place) if is_behind else b""
         is_full = is_behind and not first
-        specs = self.schema.chosen(copy.layout)
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        stamp = self._peer(place, copy.layout, size, dtype).held.stamp
+        size, dtype = self.schema.vector_of(copy.layout)
+        stamp = self._peer(place, copy.layout).held.stamp
         order = Order(
             run=self.run,
             fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
@@ -358,10 +357,8 @@ class Channel:
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
-        specs = self.schema.chosen(phase.copy.layout)
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        peer = self._peer(self._place(node), phase.copy.layout, size, dtype)
-        reply = reply_from_bytes(part, peer.held.stamp)
+        place = self._place(node)
+        reply = reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -376,10 +373,9 @@ class Channel:
         length = self.schema.bitmap_bytes
         beside = reply.statistics or phase.copy.layout
         layout, rest = beside[:length], beside[length:]
-        specs = self.schema.chosen(layout)
+        inside = self.schema.names(layout)
         self._check_layout(layout, phase)
         kept = decode_kept(rest, self.schema) if rest else {}
-        inside = {spec.name for spec in specs}
         for name, tensor in kept.items():
             if name in inside:
                 raise MessageError(f"tensor {name!r} comes compressed and as it is")
@@ -387,24 +383,15 @@ class Channel:
                 raise MessageError(f"tensor {name!r} cannot be changed")
             if not is_finite(tensor):
                 raise MessageError(f"tensor {name!r} holds NaN or infinity")
-        if not specs:
+        size, dtype = self.schema.vector_of(layout)
+        if not inside:
             if reply.frame:
                 raise MessageError("it sent a frame for no tensors")
-            nothing = Update(np.zeros(0, np.float32), "float32")
+            nothing = Update(np.zeros(0, np.float32), dtype)
             return Taken(self, node, phase, layout, kept, None, Skip(), nothing, reply)
-        peer, message, update = self._read(self._place(node), layout, specs, reply)
+        peer, message = take_reply(self._recipe, self._peer(place, layout), reply, size, dtype)
+        update = Update(update_of(self._recipe, peer, message, size), dtype)
         return Taken(self, node, phase, layout, kept, peer, message, update, reply)
-
-    def _read(
-        self, place: int, layout: bytes, specs: list[TensorSpec], reply: Reply
-    ) -> tuple[Peer, Message, Update]:
-        """Return the node's mirror after a reply, what was sent, and the update it stands for."""
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        peer = self._peer(place, layout, size, dtype)
-        peer, message = take_reply(self._recipe, peer, reply, size, dtype)
-        if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
-            return peer, message, Update(message, dtype)
-        return peer, message, Update(update_of(self._recipe, peer, message, size), dtype)
 
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read, and of what the node then holds."""
@@ -419,7 +406,7 @@ class Channel:
             self._sums[taken.layout] = sample if total is None else total + sample, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
-            self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
+            self._wanted |= self.schema.names(taken.layout)
         self._wanted |= {name for name in taken.kept if self._kinds[name] is Kind.VECTOR}
 
     def cut(self, taken: Taken) -> float:
@@ -427,7 +414,7 @@ class Channel:
         limit = self._settings.clip()
         if limit is None:
             return 1.0
-        square = taken.update.squared_norm()
+        square = squared_norm(taken.update)
         for name, tensor in taken.kept.items():
             if tensor.dtype.kind == "f":
                 change = tensor.astype(np.float64) - taken.phase.values[name]
@@ -461,20 +448,21 @@ class Channel:
         if not phase.is_open or extra:
             raise MessageError("it compressed other tensors than it was told to")
 
-    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+    def _peer(self, place: int, layout: bytes) -> Peer:
         known = self._peers.get(place)
         if known is not None and known[0] == layout:
             return known[1]
-        if (size, dtype) not in self._zero:  # all that have no mirror yet share one of zeros
-            self._zero = {(size, dtype): first_peer(self._recipe, size, dtype)}
-        return self._zero[size, dtype]
+        vector = self.schema.vector_of(layout)
+        if vector not in self._zero:  # all that have no mirror yet share one of zeros
+            self._zero = {vector: first_peer(self._recipe, *vector)}
+        return self._zero[vector]
 
     def _next_layout(self) -> bytes | None:
         """Return which tensors are compressed from now on; None if it is as before."""
         if not self._wanted:
             return None
-        inside = {spec.name for spec in self.schema.chosen(self._copy.layout)}
-        wanted = self._wanted if self._is_open else inside | self._wanted
+        inside = set() if self._is_open else self.schema.names(self._copy.layout)
+        wanted = inside | self._wanted
         self._wanted, self._is_open = set(), False
         layout = self.schema.bitmap(wanted)
         return None if layout == self._copy.layout else layout

@@ -222,9 +222,9 @@ class SteppingChannel(Channel):
         bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
         return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
 
-    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+    def _peer(self, place: int, layout: bytes) -> Peer:
         if self._settings.forgets:
-            return super()._peer(place, layout, size, dtype)
+            return super()._peer(place, layout)
         return self.book.state.peers[place]
 
     def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:

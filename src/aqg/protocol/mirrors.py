@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.messages import Message, Skip
+from aqg.core.messages import Message, Skip, Upload
 from aqg.core.recipe import Recipe
 from aqg.core.round import ClientState, init_client, respond
 from aqg.core.server import Peer
@@ -245,11 +245,11 @@ def take_reply(
     return peer, message
 
 
-def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray:
+def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray | Upload:
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.track.position
     if recipe.memory.keeps_mirror:
         return mirror[0]
     if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
-    return message.values(mirror.dtype.type)
+    return message if isinstance(message, Upload) else message.values(mirror.dtype.type)
