@@ -53,13 +53,12 @@ from aqg.protocol.messages import (
     to_bytes,
 )
 from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
-from aqg.protocol.store import ArrayStore, ClientStore, Vault
+from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import Reader
 
 _logger = logging.getLogger("aqg.channel")
-_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Memory:
@@ -392,29 +391,17 @@ def _respond(
     return reply
 
 
-class OwnTensors:
-    """Keeps tensors in a vault that a client has for itself.
-
-    Args:
-        vault: where they lie.
-        key: names the run; tensors under another key are not found.
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._arrays = ArrayStore(vault)
+class OwnTensors(KeyedStore):
+    """Keeps tensors of a run in a vault that a client has for itself."""
 
     def load(self) -> dict[str, Tensor]:
         """Return the tensors; none where there are none that can be read."""
-        try:
-            index = json.loads(self._vault.read_index() or "{}")
-            if index.get("key") != self._key:
-                return {}
-            return {name: self._arrays.read(cell) for name, cell in index["own"].items()}
-        except _UNREADABLE as error:
-            _logger.warning("the client's own tensors cannot be used: %r", error)
-            return {}
+
+        def read() -> dict[str, Tensor]:
+            own = self._read_index().get("own", {})
+            return {name: self._arrays.read(cell) for name, cell in own.items()}
+
+        return self._readable("own tensors", read) or {}
 
     def save(self, values: Values) -> None:
         """Write the tensors, whole or not at all."""
@@ -423,41 +410,28 @@ class OwnTensors:
         self._arrays.commit({"key": self._key, "own": own})
 
 
-class CopyStore:
-    """Keeps a `PublicCopy` in a vault.
-
-    Args:
-        vault: where it lies.
-        key: names the model; a copy under another key is not found.
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._arrays = ArrayStore(vault)
+class CopyStore(KeyedStore):
+    """Keeps a `PublicCopy` in a vault."""
 
     def terms(self) -> Order | None:
         """Return what was said of the model when it first came; None where that is not known."""
         try:
-            index = self._read_index()
-            return None if index is None else order_from_bytes(bytes.fromhex(index["terms"]))
-        except (*_UNREADABLE, AqgError):
+            return order_from_bytes(bytes.fromhex(self._read_index()["terms"]))
+        except (AqgError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def _read_index(self) -> dict[str, Any] | None:
-        text = self._vault.read_index()
-        index: dict[str, Any] = json.loads(text) if text else {}
-        if index.get("key") != self._key:
-            return None
-        if index.pop("checksum") != _checksum(index):
+    def _read_index(self) -> dict[str, Any]:
+        index = super()._read_index()
+        if index and index.pop("checksum") != _checksum(index):
             raise RunError("its checksum is wrong")
         return index
 
     def load(self) -> tuple[PublicCopy, Schema] | None:
         """Return the copy and its tensors; None where there is none, or none that can be read."""
-        try:
+
+        def read() -> tuple[PublicCopy, Schema] | None:
             index = self._read_index()
-            if index is None:
+            if not index:
                 return None
             self._arrays.reserve(index)
             copy = PublicCopy(
@@ -468,9 +442,8 @@ class CopyStore:
                 bytes.fromhex(index["digest"]),
             )
             return copy, Schema(index["schema"])
-        except _UNREADABLE as error:
-            _logger.warning("the saved model cannot be used: %r", error)
-            return None
+
+        return self._readable("saved model", read)
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""
