@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy, xor
+from aqg.channel.copies import PublicCopy
 from aqg.channel.first import decode_first
-from aqg.channel.server import FORGETTING, MOVING, OPEN, agreement
+from aqg.channel.server import FORGETTING, MOVING, OPEN
 from aqg.channel.tensors import (
     Kind,
     Schema,
@@ -37,12 +37,11 @@ from aqg.channel.tensors import (
     vector_dtype,
 )
 from aqg.core.recipe import Recipe
-from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
-from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
+from aqg.errors import AqgError, MessageError, RunError, WireError
 from aqg.objectives.layout import TensorSpec
-from aqg.protocol.client import intact_base, log_reply, short
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.protocol.client import agree, intact_base, log_reply, short
+from aqg.protocol.digests import DIGEST_BYTES, xor
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import (
     Order,
@@ -52,7 +51,7 @@ from aqg.protocol.messages import (
     terms_of_run,
     to_bytes,
 )
-from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
+from aqg.protocol.mirrors import Base, Snapshot, answer, fingerprint, lost_reply, stale_reply
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
@@ -225,26 +224,13 @@ def _open(
     if whole is None and found is None:
         raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
     schema = found[1] if found is not None else Schema.of(whole or {})
-    made = _agree(order, schema, version, recipe)
+    versions = f" of aqg {__version__}, the server has {version}"
+    made = agree(order, recipe, schema.fingerprint, versions)
     try:
         copy = _follow(order, whole, None if found is None else found[0], schema, made)
     except (LostError, WireError) as error:
         raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
     return copy, schema, made
-
-
-def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:
-    """Return the recipe, after checking that both sides mean the same."""
-    if recipe is None and not order.recipe:
-        raise ConfigError("the server has a recipe of its own; give it to the client as well")
-    made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    made = made.for_updates(order.updates)
-    if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
-        raise ConfigError(
-            f"client and server do not agree on recipe {order.recipe!r}: the server has aqg "
-            f"{version}, this node {__version__}; both need the same version and recipe"
-        )
-    return made
 
 
 def _follow(
@@ -376,7 +362,7 @@ def _respond(
             epoch=zero.epoch,
             uploads=zero.uploads,
             digest=zero.digest,
-            fingerprint=agreement(recipe, size, dtype, order.seed, schema),
+            fingerprint=fingerprint(recipe, size, dtype, order.seed, schema.fingerprint),
         )
     if held.is_forgotten:
         nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))

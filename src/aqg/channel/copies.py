@@ -16,7 +16,7 @@ import numpy as np
 from aqg.channel.tensors import Schema, Tensor, Values, flatten, unflatten
 from aqg.core.public import Public, at_rest
 from aqg.core.types import FloatArray
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest, xor
 
 
 class PublicCopy(NamedTuple):
@@ -98,8 +98,3 @@ def tensor_digest(tensor: Tensor) -> bytes:
     digest = hashlib.blake2b(f"{tensor.dtype} {tensor.shape}|".encode(), digest_size=DIGEST_BYTES)
     digest.update(data.reshape(-1).view(np.uint8).data)
     return digest.digest()
-
-
-def xor(one: bytes, other: bytes) -> bytes:
-    """Return two digests in one."""
-    return bytes(a ^ b for a, b in zip(one, other, strict=True))

@@ -36,7 +36,6 @@ from aqg.core.budget import first_budget
 from aqg.core.downlink import rounded_up
 from aqg.core.messages import Message, Skip, energy_of, num_nonzero
 from aqg.core.public import Entry, advance
-from aqg.core.recipe import Recipe
 from aqg.core.server import Peer
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
@@ -245,7 +244,9 @@ class Channel:
         stamp = self._peer(place, copy.layout).held.stamp
         order = Order(
             run=self.run,
-            fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
+            fingerprint=fingerprint(
+                self._recipe, size, dtype, settings.seed, self.schema.fingerprint
+            ),
             recipe=settings.recipe,
             bits=settings.bits,
             max_staleness=settings.max_staleness,
@@ -585,9 +586,3 @@ class Channel:
         """Return which tensors are compressed, as orders say it."""
         flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
         return bytes([flags + FORGETTING * self._settings.forgets]) + copy.layout
-
-
-def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:
-    """Return a digest of everything both sides must have alike."""
-    ours = fingerprint(recipe, size, dtype, seed)
-    return bytes(a ^ b for a, b in zip(ours, schema.fingerprint, strict=True))

@@ -21,7 +21,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.channel.server import agreement
 from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
 from aqg.channel.tensors import Values
@@ -44,6 +43,7 @@ from aqg.flower.journal import Journal, RunLogger
 from aqg.flower.models import ServerModel, is_module, make_model
 from aqg.flower.reports import Accounts
 from aqg.flower.settings import KEYS, Settings, read_settings
+from aqg.protocol.mirrors import fingerprint
 from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
@@ -331,11 +331,12 @@ class AQG(Strategy):
             settings.dropout,
             training.num_sampled(settings.num_clients) / settings.num_clients,
         )
-        schema, seed = model.schema, settings.seed
+        tensors = model.schema.fingerprint
+        about = len(model.schema.specs), "float32", settings.seed, tensors
         journal.open(
             settings.terms
             | {
-                "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
+                "model": fingerprint(recipe, *about).hex(),
                 "downlink": describe_downlink(downlink),
                 "step": ":".join([rule.name, *(f"{n}={v:g}" for n, v in asdict(rule).items())]),
             }
