@@ -142,7 +142,10 @@ class ServerFilter(_ModelFilter):
         super().__init__()
         self.start = start
         self.recipe, self.bits, self.max_staleness = recipe, bits, max_staleness
-        self.include, self.exclude = _listed(include), _listed(exclude)
+        self.include, self.exclude = (
+            [patterns] if isinstance(patterns, str) else list(patterns)
+            for patterns in (include, exclude)
+        )
         self.downlink, self.seed = downlink, seed
         self._settings()  # what is wrong is said where the job is written
 
@@ -154,16 +157,8 @@ class ServerFilter(_ModelFilter):
             end.up = end.down = 0  # the other half of the filter need not say it again
 
     def _settings(self) -> Any:
-        return make_settings(
-            self.recipe,
-            bits=self.bits,
-            max_staleness=self.max_staleness,
-            include=self.include,
-            exclude=self.exclude,
-            downlink=self.downlink,
-            seed=self.seed,
-            start=self.start,
-        )
+        names = "bits", "max_staleness", "include", "exclude", "downlink", "seed", "start"
+        return make_settings(self.recipe, **{name: getattr(self, name) for name in names})
 
     def _make_end(self, fl_ctx: FLContext) -> _Server:  # noqa: ARG002
         return _Server(self)
@@ -387,10 +382,6 @@ class _Memory(Memory):
     def forget(self) -> None:
         """Forget the model."""
         self._note.unlink(missing_ok=True)
-
-
-def _listed(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _arrays(data: Mapping[str, Any]) -> Values | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import Values, pieces, squared_norm
+from aqg.channel.tensors import PIECE, Values, pieces, squared_norm
 from aqg.core.downlink import Condensed
 from aqg.core.grids import value_table
 from aqg.core.messages import AnyUpload, Upload
@@ -29,7 +29,6 @@ from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 _STEPS = 10
 """How many past steps the tolerance looks at."""
 
@@ -131,35 +130,13 @@ def condense(
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.quantizers.largest` does, in little memory.
-
-    The bits of positive numbers are in the order of the numbers: their upper halves are counted,
-    then the lower halves of those with the same upper half as the last one that is taken.
+    """Return what `aqg.core.quantizers.largest` does, in little memory: piece by piece.
 
     >>> largest_of(np.array([0.5, -2.0, 0.5, 1.0, 0.0], np.float32), 3)
     array([0, 1, 3])
     """
-    if vector.dtype != np.float32 or not 0 < count < len(vector):
-        return largest(vector, count)
-    bits = vector.view(np.uint32)
-    threshold, left = 0, count
-    for shift in (16, 0):
-        counts = np.zeros(1 << 16, np.int64)
-        for piece in pieces(len(bits)):
-            part = bits[piece] & _MAGNITUDE
-            if not shift:
-                part = part[part >> 16 == threshold >> 16]
-            counts += np.bincount((part >> shift) & 0xFFFF, minlength=1 << 16)
-        above = np.cumsum(counts[::-1])
-        place = int(np.searchsorted(above, left))
-        left -= int(above[place - 1]) if place else 0
-        threshold |= (len(counts) - 1 - place) << shift
-    found = []
-    for piece in pieces(len(bits)):
-        part = bits[piece] & _MAGNITUDE
-        taken = part > threshold if threshold else part > 0
-        if threshold and left:
-            ties = np.flatnonzero(part == threshold)[:left]
-            taken[ties], left = True, left - len(ties)
-        found.append(np.flatnonzero(taken) + piece.start)
-    return np.concatenate(found)
+    found = np.arange(0)
+    for piece in pieces(len(vector), max(PIECE, 3 * count)):
+        found = np.concatenate([found, piece.start + largest(vector[piece], count)])
+        found = found[largest(vector[found], count)]
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from aqg.core.downlink import AUTO, Condensed, make_downlink
 from aqg.core.recipe import SAMPLED, Recipe, require_memory
@@ -51,50 +52,30 @@ class Settings:
 def make_settings(
     recipe: str,
     *,
-    bits: int = 4,
-    max_staleness: int = 100,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     downlink: str | None = None,
-    seed: int = 0,
-    clip: Callable[[], float | None] = lambda: None,
-    start: str = "exact",
-    memory: str = "model",
+    **others: Any,
 ) -> Settings:
     """Return settings as users write them; ``downlink`` is by default the recipe's own.
 
     >>> make_settings("auto", exclude="head.*").downlink.ratio
     0.5
     """
-    _require_recipe(recipe)
-    if start != AUTO:
-        require_way(start)
-    own = make_recipe(recipe, bits, max_staleness).downlink
-    if own == "full":  # one that sends whole models has none that fits here
-        own = Condensed.name
-    settings = Settings(
-        recipe=recipe,
-        bits=bits,
-        max_staleness=max_staleness,
-        seed=seed,
-        include=_patterns(include),
-        exclude=_patterns(exclude),
-        downlink=_condensed(downlink or own),
-        clip=clip,
-        start=start,
-        memory=memory,
-    )
-    settings.make_recipe()
-    return settings
-
-
-def _require_recipe(recipe: str) -> None:
     if recipe.partition(":")[0] not in RECIPES:
-        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
+        known = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
         raise ConfigError(
             f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
-            f"lean, for all others; there are also {others}"
+            f"lean, for all others; there are also {known}"
         )
+    patterns: dict[str, Any] = {"include": _patterns(include), "exclude": _patterns(exclude)}
+    settings = Settings(recipe, **patterns, **others)
+    if settings.start != AUTO:
+        require_way(settings.start)
+    own = settings.make_recipe().downlink
+    if own == "full":  # one that sends whole models has none that fits here
+        own = Condensed.name
+    return replace(settings, downlink=_condensed(downlink or own))
 
 
 def _condensed(spec: str) -> Condensed:

@@ -127,9 +127,10 @@ def kinds_of(
     return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
 
 
-def pieces(length: int) -> Iterator[slice]:
+def pieces(length: int, size: int = 0) -> Iterator[slice]:
     """Yield the places of what is looked at together of a vector."""
-    return (slice(start, min(start + PIECE, length)) for start in range(0, length, PIECE))
+    size = size or PIECE
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def is_finite(tensor: Tensor) -> bool:
