@@ -21,33 +21,27 @@ import json
 import secrets
 import shutil
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_copy
 from nvflare.job_config.defs import FilterType
 
 from aqg import __version__
-from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
-from aqg.channel.server import Channel
+from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
+from aqg.channel.server import Channel, Phase
 from aqg.channel.settings import make_settings
+from aqg.channel.tensors import Tensor, Values
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.store import DirectoryVault
 from aqg.weights import as_numpy, read_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from nvflare.apis.fl_context import FLContext
-
-    from aqg.channel.client import Held
-    from aqg.channel.server import Phase
-    from aqg.channel.tensors import Tensor, Values
 
 _PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
 """What data in place of a model hold: the frame; what kind of data it was; and where the model is
@@ -70,7 +64,6 @@ def compress(
         tasks: whose data are the model to train, and whose results are trained models.
         first: of `ClientFilter`.
         settings: of `ServerFilter`.
-
     """
     names = list(tasks)
     server, client = ServerFilter(**settings), ClientFilter(first)
@@ -125,7 +118,7 @@ class ServerFilter(_ModelFilter):
             ``auto:noise=0.1`` server optimizers that divide by the root of past squares; ``lean``
             aggregators that look at single results, as medians do.
         bits: the most bits per parameter of recipes that have such a limit.
-        max_staleness: after how many silent rounds a client sends something all the same.
+        max_staleness: after how many skips in a row a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's; by default the recipe's own.
@@ -133,7 +126,6 @@ class ServerFilter(_ModelFilter):
         start: how the first model travels: ``"exact"``; ``"rounded"`` to 8 bits; ``"seed"``, drawn
             on both sides, with which training starts from another fresh model than the job's; or
             ``"digest"``, where sites have it in a file (see `ClientFilter`).
-
     """
 
     def __init__(
@@ -150,7 +142,10 @@ class ServerFilter(_ModelFilter):
         super().__init__()
         self.start = start
         self.recipe, self.bits, self.max_staleness = recipe, bits, max_staleness
-        self.include, self.exclude = _listed(include), _listed(exclude)
+        self.include, self.exclude = (
+            [patterns] if isinstance(patterns, str) else list(patterns)
+            for patterns in (include, exclude)
+        )
         self.downlink, self.seed = downlink, seed
         self._settings()  # what is wrong is said where the job is written
 
@@ -162,16 +157,8 @@ class ServerFilter(_ModelFilter):
             end.up = end.down = 0  # the other half of the filter need not say it again
 
     def _settings(self) -> Any:
-        return make_settings(
-            self.recipe,
-            bits=self.bits,
-            max_staleness=self.max_staleness,
-            include=self.include,
-            exclude=self.exclude,
-            downlink=self.downlink,
-            seed=self.seed,
-            start=self.start,
-        )
+        names = "bits", "max_staleness", "include", "exclude", "downlink", "seed", "start"
+        return make_settings(self.recipe, **{name: getattr(self, name) for name in names})
 
     def _make_end(self, fl_ctx: FLContext) -> _Server:  # noqa: ARG002
         return _Server(self)
@@ -183,7 +170,6 @@ class ClientFilter(_ModelFilter):
     Args:
         first: a file at the site with the model that training starts from: safetensors, or a saved
             ``state_dict``.
-
     """
 
     def __init__(self, first: str = "") -> None:
@@ -396,10 +382,6 @@ class _Memory(Memory):
     def forget(self) -> None:
         """Forget the model."""
         self._note.unlink(missing_ok=True)
-
-
-def _listed(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _arrays(data: Mapping[str, Any]) -> Values | None:

@@ -41,7 +41,7 @@ def test_an_update_is_taken_off_in_the_tensors_own_precision():
 
 @pytest.mark.parametrize("piece", [100, PIECE])
 def test_the_largest_are_found_in_little_memory(piece, monkeypatch):
-    monkeypatch.setattr("aqg.channel.publishing.PIECE", piece)
+    monkeypatch.setattr("aqg.channel.tensors.PIECE", piece)
     rng = np.random.default_rng(0)
     for draw in range(60):
         vector = rng.standard_normal(int(rng.integers(2, 2000))).astype(np.float32)

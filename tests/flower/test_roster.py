@@ -53,7 +53,7 @@ def test_a_partition_belongs_to_one_node_that_is_there_and_answers():
     roster.update({1, 2, 3})
     assert roster.take_refusals() == []
 
-    roster.heard(1, answered=False)  # listed still, but dead
+    roster.note_answer(1, answered=False)  # listed still, but dead
     roster.update({1, 2, 3})
     assert roster.nodes == [2, 0]
     assert roster.num_samples.tolist() == [0, 0]  # another node's samples are not this one's

@@ -12,50 +12,52 @@ import json
 import logging
 import math
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy, xor
+from aqg.channel.copies import PublicCopy
 from aqg.channel.first import decode_first
-from aqg.channel.server import FORGETTING, MOVING, OPEN, agreement
+from aqg.channel.server import FORGETTING, MOVING, OPEN
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    Tensor,
+    Values,
     decode_kept,
     encode_kept,
     is_finite,
     is_same,
     kinds_of,
+    placed,
     vector_dtype,
 )
-from aqg.core.recipes import make_recipe
-from aqg.errors import AqgError, ConfigError, MessageError, RunError, WireError
-from aqg.protocol.client import intact_base, log_reply, short
-from aqg.protocol.digests import DIGEST_BYTES
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray
+from aqg.errors import AqgError, MessageError, RunError, WireError
+from aqg.objectives.layout import TensorSpec
+from aqg.protocol.client import agree, intact_base, log_reply, short
+from aqg.protocol.digests import DIGEST_BYTES, xor
 from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
-from aqg.protocol.messages import UnknownTermsError, order_from_bytes, terms_of_run, to_bytes
-from aqg.protocol.mirrors import Base, Snapshot, answer, lost_reply, stale_reply
-from aqg.protocol.store import ArrayStore, ClientStore
+from aqg.protocol.messages import (
+    Order,
+    Reply,
+    UnknownTermsError,
+    order_from_bytes,
+    terms_of_run,
+    to_bytes,
+)
+from aqg.protocol.mirrors import Base, Snapshot, answer, fingerprint, lost_reply, stale_reply
+from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
 from aqg.wire.varint import Reader
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from aqg.channel.tensors import Tensor, Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.objectives.layout import TensorSpec
-    from aqg.protocol.messages import Order, Reply
-    from aqg.protocol.store import Vault
-
 _logger = logging.getLogger("aqg.channel")
-_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Memory:
@@ -97,7 +99,6 @@ class OutOfReachError(Exception):
 
     Attributes:
         reply: what to answer, so that the whole model is sent.
-
     """
 
     def __init__(self, reply: Reply) -> None:
@@ -107,20 +108,12 @@ class OutOfReachError(Exception):
 
 
 class Held(NamedTuple):
-    """A model as it came.
+    """A model as it came."""
 
-    Attributes:
-        order: what the server said of it.
-        schema: its tensors.
-        values: what is trained.
-        recipe: the compressor.
-
-    """
-
-    order: Order
-    schema: Schema
-    values: Values
-    recipe: Recipe
+    order: Order  # what the server said of it
+    schema: Schema  # its tensors
+    values: Values  # what is trained
+    recipe: Recipe  # the compressor
 
     @property
     def is_trained(self) -> bool:
@@ -162,18 +155,11 @@ class Held(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What becomes of tensors that are not part of the vector.
+    """What becomes of tensors that are not part of the vector."""
 
-    Attributes:
-        travels: are sent where they have changed.
-        own: the client's own.
-        aliases: second names, and the first ones.
-
-    """
-
-    travels: frozenset[str]
-    own: frozenset[str]
-    aliases: dict[str, str]
+    travels: frozenset[str]  # are sent where they have changed
+    own: frozenset[str]  # the client's own
+    aliases: dict[str, str]  # second names, and the first ones
 
     @property
     def policy(self) -> str:
@@ -201,7 +187,6 @@ def receive(
 
     Raises `OutOfReachError` where the whole model is needed, and `ConfigError`, `MessageError` or
     `WireError` where the order cannot be used.
-
     """
     try:
         order = order_from_bytes(part, memory.terms())
@@ -239,26 +224,13 @@ def _open(
     if whole is None and found is None:
         raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
     schema = found[1] if found is not None else Schema.of(whole or {})
-    made = _agree(order, schema, version, recipe)
+    versions = f" of aqg {__version__}, the server has {version}"
+    made = agree(order, recipe, schema.fingerprint, versions)
     try:
         copy = _follow(order, whole, None if found is None else found[0], schema, made)
     except (LostError, WireError) as error:
         raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
     return copy, schema, made
-
-
-def _agree(order: Order, schema: Schema, version: str, recipe: Recipe | None) -> Recipe:
-    """Return the recipe, after checking that both sides mean the same."""
-    if recipe is None and not order.recipe:
-        raise ConfigError("the server has a recipe of its own; give it to the client as well")
-    made = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
-    made = made.for_updates(order.updates)
-    if agreement(made, order.num_params, order.dtype, order.seed, schema) != order.fingerprint:
-        raise ConfigError(
-            f"client and server do not agree on recipe {order.recipe!r}: the server has aqg "
-            f"{version}, this node {__version__}; both need the same version and recipe"
-        )
-    return made
 
 
 def _follow(
@@ -308,14 +280,13 @@ def reply_to(
             gradients, and not the trained model.
         loss: of training, where it is known.
         seconds: that training took.
-
     """
     order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
     held = held._replace(values={})
     kinds = kinds_of(schema)
     beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
     chosen = schema.chosen(order.layout[1:])
-    inside = {spec.name for spec in chosen}
+    inside = schema.names(order.layout[1:])
     changed = {
         name
         for name, tensor in after.items()
@@ -359,10 +330,8 @@ def _update(
 ) -> FloatArray:
     """Return an update as one vector; its tensors are taken out of the dictionaries."""
     update = np.empty(sum(spec.size for spec in specs), vector_dtype(specs))
-    position = 0
-    for spec in specs:
-        part = update[position : position + spec.size]
-        position += spec.size
+    for spec, place in placed(specs):
+        part = update[place]
         new = after.pop(spec.name).reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
             part[:] = new if is_update else before.pop(spec.name).reshape(-1)
@@ -384,7 +353,7 @@ def _respond(
     if not chosen:
         return replace(stale_reply(order), stale=False)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
-        size, dtype = sum(spec.size for spec in chosen), vector_dtype(chosen)
+        size, dtype = schema.vector_of(layout)
         zero = Snapshot.zero(recipe, size, dtype).stamp
         order = replace(
             order,
@@ -393,7 +362,7 @@ def _respond(
             epoch=zero.epoch,
             uploads=zero.uploads,
             digest=zero.digest,
-            fingerprint=agreement(recipe, size, dtype, order.seed, schema),
+            fingerprint=fingerprint(recipe, size, dtype, order.seed, schema.fingerprint),
         )
     if held.is_forgotten:
         nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
@@ -408,30 +377,17 @@ def _respond(
     return reply
 
 
-class OwnTensors:
-    """Keeps tensors in a vault that a client has for itself.
-
-    Args:
-        vault: where they lie.
-        key: names the run; tensors under another key are not found.
-
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._arrays = ArrayStore(vault)
+class OwnTensors(KeyedStore):
+    """Keeps tensors of a run in a vault that a client has for itself."""
 
     def load(self) -> dict[str, Tensor]:
         """Return the tensors; none where there are none that can be read."""
-        try:
-            index = json.loads(self._vault.read_index() or "{}")
-            if index.get("key") != self._key:
-                return {}
-            return {name: self._arrays.read(cell) for name, cell in index["own"].items()}
-        except _UNREADABLE as error:
-            _logger.warning("the client's own tensors cannot be used: %r", error)
-            return {}
+
+        def read() -> dict[str, Tensor]:
+            own = self._read_index().get("own", {})
+            return {name: self._arrays.read(cell) for name, cell in own.items()}
+
+        return self._readable("own tensors", read) or {}
 
     def save(self, values: Values) -> None:
         """Write the tensors, whole or not at all."""
@@ -440,42 +396,28 @@ class OwnTensors:
         self._arrays.commit({"key": self._key, "own": own})
 
 
-class CopyStore:
-    """Keeps a `PublicCopy` in a vault.
-
-    Args:
-        vault: where it lies.
-        key: names the model; a copy under another key is not found.
-
-    """
-
-    def __init__(self, vault: Vault, key: str) -> None:
-        self._vault = vault
-        self._key = key
-        self._arrays = ArrayStore(vault)
+class CopyStore(KeyedStore):
+    """Keeps a `PublicCopy` in a vault."""
 
     def terms(self) -> Order | None:
         """Return what was said of the model when it first came; None where that is not known."""
         try:
-            index = self._read_index()
-            return None if index is None else order_from_bytes(bytes.fromhex(index["terms"]))
-        except (*_UNREADABLE, AqgError):
+            return order_from_bytes(bytes.fromhex(self._read_index()["terms"]))
+        except (AqgError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def _read_index(self) -> dict[str, Any] | None:
-        text = self._vault.read_index()
-        index: dict[str, Any] = json.loads(text) if text else {}
-        if index.get("key") != self._key:
-            return None
-        if index.pop("checksum") != _checksum(index):
+    def _read_index(self) -> dict[str, Any]:
+        index = super()._read_index()
+        if index and index.pop("checksum") != _checksum(index):
             raise RunError("its checksum is wrong")
         return index
 
     def load(self) -> tuple[PublicCopy, Schema] | None:
         """Return the copy and its tensors; None where there is none, or none that can be read."""
-        try:
+
+        def read() -> tuple[PublicCopy, Schema] | None:
             index = self._read_index()
-            if index is None:
+            if not index:
                 return None
             self._arrays.reserve(index)
             copy = PublicCopy(
@@ -486,9 +428,8 @@ class CopyStore:
                 bytes.fromhex(index["digest"]),
             )
             return copy, Schema(index["schema"])
-        except _UNREADABLE as error:
-            _logger.warning("the saved model cannot be used: %r", error)
-            return None
+
+        return self._readable("saved model", read)
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""

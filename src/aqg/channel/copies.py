@@ -8,48 +8,40 @@ of it in between. Both sides compare a digest of all of it in every round.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import flatten, unflatten
-from aqg.core.public import at_rest
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from aqg.channel.tensors import Schema, Tensor, Values
-    from aqg.core.public import Public
-    from aqg.core.types import FloatArray
+from aqg.channel.tensors import Schema, Tensor, Values, flatten, unflatten
+from aqg.core.public import Public, at_rest
+from aqg.core.types import FloatArray
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest, xor
 
 
 class PublicCopy(NamedTuple):
-    """A version of the public copy; nothing of it is ever changed.
+    """A version of the public copy; nothing of it is ever changed."""
 
-    Attributes:
-        layout: which tensors the vector is made of, a bit for each.
-        public: the tensors that are compressed, flat; its round is the copy's version.
-        kept: all others.
-        digests: of the kept tensors.
-        digest: of all.
-
-    """
-
-    layout: bytes
-    public: Public
-    kept: Mapping[str, Tensor]
-    digests: Mapping[str, bytes]
-    digest: bytes = b""
+    layout: bytes  # which tensors the vector is made of, a bit for each
+    public: Public  # the tensors that are compressed, flat; its round is the copy's version
+    kept: Mapping[str, Tensor]  # all others
+    digests: Mapping[str, bytes]  # of the kept tensors
+    digest: bytes = b""  # of all
 
     @staticmethod
-    def of(values: Values, schema: Schema, layout: bytes, version: int = 1) -> PublicCopy:
-        """Return a copy that is equal to the model."""
-        chosen = schema.chosen(layout)
-        inside = {spec.name for spec in chosen}
+    def of(
+        values: Values,
+        schema: Schema,
+        layout: bytes,
+        version: int = 1,
+        digests: Mapping[str, bytes] = {},
+    ) -> PublicCopy:
+        """Return a copy that is equal to the model; some digests may be known."""
+        public = at_rest(flatten(values, schema.chosen(layout)), version)
+        inside = schema.names(layout)
         kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
-        digests = {name: tensor_digest(tensor) for name, tensor in kept.items()}
-        return PublicCopy(layout, at_rest(flatten(values, chosen), version), kept, digests)
+        digests = {n: digests.get(n) or tensor_digest(t) for n, t in kept.items()}
+        return PublicCopy(layout, public, kept, digests)
 
     @property
     def version(self) -> int:
@@ -96,14 +88,8 @@ class PublicCopy(NamedTuple):
         """Return the same copy with other tensors in the vector."""
         if layout == self.layout:
             return self
-        values = self.values(schema)
-        chosen = schema.chosen(layout)
-        inside = {spec.name for spec in chosen}
-        kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
-        digests = {n: self.digests.get(n) or tensor_digest(t) for n, t in kept.items()}
-        public = at_rest(flatten(values, chosen), self.version)
-        public = public._replace(history=self.public.history)
-        return PublicCopy(layout, public, kept, digests)
+        copy = PublicCopy.of(self.values(schema), schema, layout, self.version, self.digests)
+        return copy._replace(public=copy.public._replace(history=self.public.history))
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
@@ -112,8 +98,3 @@ def tensor_digest(tensor: Tensor) -> bytes:
     digest = hashlib.blake2b(f"{tensor.dtype} {tensor.shape}|".encode(), digest_size=DIGEST_BYTES)
     digest.update(data.reshape(-1).view(np.uint8).data)
     return digest.digest()
-
-
-def xor(one: bytes, other: bytes) -> bytes:
-    """Return two digests in one."""
-    return bytes(a ^ b for a, b in zip(one, other, strict=True))

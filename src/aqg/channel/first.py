@@ -16,28 +16,24 @@ others                 tensors as they are now (`aqg.channel.tensors`): all othe
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from aqg.channel.tensors import (
     Kind,
     Schema,
+    Tensor,
+    Values,
     decode_kept,
     encode_kept,
     flatten,
     unflatten,
-    vector_dtype,
 )
 from aqg.core.downlink import AUTO
 from aqg.errors import WireError
 from aqg.start import OtherModelError, laws_of, pack, settle, unpack
 from aqg.wire.varint import Reader, write_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from aqg.channel.tensors import Tensor, Values
 
 _MOST_BYTES = 1 << 36
 _MOST_BESIDE = 1 << 20
@@ -53,8 +49,7 @@ def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
     """
     if way != AUTO:
         return way
-    specs = schema.chosen(layout)
-    inside = {spec.name for spec in specs}
+    specs, inside = schema.chosen(layout), schema.names(layout)
     beside = sum(t.nbytes for name, t in values.items() if name not in inside)
     is_layered = any(len(spec.shape) > 1 for spec in specs)
     is_large = beside > _MOST_BESIDE or any(spec.size > _MOST_DRAWN for spec in specs)
@@ -65,20 +60,12 @@ def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
 
 
 class First(NamedTuple):
-    """A first model.
+    """A first model."""
 
-    Attributes:
-        schema: of all tensors.
-        layout: which of them are in the vector.
-        message: the vector.
-        held: the vector itself where the message is its digest.
-
-    """
-
-    schema: Schema
-    layout: bytes
-    message: bytes
-    held: Values | None
+    schema: Schema  # of all tensors
+    layout: bytes  # which of them are in the vector
+    message: bytes  # the vector
+    held: Values | None  # the vector itself where the message is its digest
 
     @staticmethod
     def of(way: str, values: Values, schema: Schema, layout: bytes, seed: int) -> First | None:
@@ -98,8 +85,8 @@ class First(NamedTuple):
 
     def encode(self, kept: Values, changed: Iterable[str]) -> bytes:
         """Write it, with tensors that are not compressed as they are now."""
-        inside = {spec.name for spec in self.schema.chosen(self.layout)}
-        chosen = set(changed) if self.held is not None else {*changed, *(set(kept) - inside)}
+        others = set(kept) - self.schema.names(self.layout)
+        chosen = set(changed) if self.held is not None else {*changed, *others}
         rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
         exact = dict.fromkeys(self.schema.places, Kind.EXACT)
         parts = [write_part(rows), self.layout, write_part(self.message)]
@@ -116,7 +103,6 @@ def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, T
 
     Raises `OtherModelError` where they are the digest of another model than that, and `WireError`
     on anything else.
-
     """
     decoder = zlib.decompressobj()
     try:
@@ -144,5 +130,4 @@ def _read(
         if not schema.fits(own):
             raise OtherModelError("the first model held here has other tensors than the server's")
         held = flatten(schema.cast(own), specs)
-    size = sum(math.prod(spec.shape) for spec in specs)
-    return unflatten(unpack(message, size, vector_dtype(specs), held), specs)
+    return unflatten(unpack(message, *schema.vector_of(layout), held), specs)

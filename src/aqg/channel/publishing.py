@@ -9,33 +9,26 @@ tolerance of the model. What is left out stays in the difference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import PIECE
+from aqg.channel.tensors import PIECE, Values, pieces, squared_norm
+from aqg.core.downlink import Condensed
 from aqg.core.grids import value_table
-from aqg.core.messages import Upload
-from aqg.core.public import Entry
+from aqg.core.messages import AnyUpload, Upload
+from aqg.core.public import Entry, Public
 from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import on_grid
 from aqg.core.space import NumpySpace
 from aqg.core.track import Terms, correct
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.channel.tensors import Values
-    from aqg.core.downlink import Condensed
-    from aqg.core.messages import AnyUpload
-    from aqg.core.public import Public
-    from aqg.core.types import FloatArray, IntArray
-    from aqg.objectives.layout import TensorSpec
+from aqg.core.types import FloatArray, IntArray
+from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 _STEPS = 10
 """How many past steps the tolerance looks at."""
 
@@ -86,16 +79,6 @@ class Steps(NamedTuple):
         return sum(self.squares) / len(self.squares) if self.squares else 0.0
 
 
-def squared_norm(vector: FloatArray) -> float:
-    """Return ``‖v‖²``, summed in double precision, without a second vector."""
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(vector), PIECE):
-            piece = vector[start : start + PIECE].astype(np.float64)
-            total += float(np.vdot(piece, piece))
-    return total
-
-
 def measure_change(
     values: Values, before: Values, specs: Sequence[TensorSpec], dtype: str
 ) -> tuple[float, int]:
@@ -104,9 +87,9 @@ def measure_change(
     with np.errstate(over="ignore", invalid="ignore"):
         for spec in specs:
             new, old = values[spec.name].reshape(-1), before[spec.name].reshape(-1)
-            for start in range(0, len(new), PIECE):
-                was = old[start : start + PIECE].astype(np.float64)
-                change = new[start : start + PIECE] - was
+            for piece in pieces(len(new)):
+                was = old[piece].astype(np.float64)
+                change = new[piece] - was
                 square += float(np.vdot(change, change))
                 np.abs(was, out=was)
                 was *= bound
@@ -125,7 +108,6 @@ def condense(
         steps: how far the model moved.
         version: of the copy.
         downlink: the settings.
-
     """
     if count is not None:
         kept = largest_of(gap, min(count, len(gap)))
@@ -148,36 +130,13 @@ def condense(
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:
-    """Return what `aqg.core.quantizers.largest` does, in little memory.
-
-    The bits of positive numbers are in the order of the numbers: their upper halves are counted,
-    then the lower halves of those with the same upper half as the last one that is taken.
+    """Return what `aqg.core.quantizers.largest` does, in little memory: piece by piece.
 
     >>> largest_of(np.array([0.5, -2.0, 0.5, 1.0, 0.0], np.float32), 3)
     array([0, 1, 3])
     """
-    if vector.dtype != np.float32 or not 0 < count < len(vector):
-        return largest(vector, count)
-    bits = vector.view(np.uint32)
-    pieces = [slice(start, start + PIECE) for start in range(0, len(vector), PIECE)]
-    threshold, left = 0, count
-    for shift in (16, 0):
-        counts = np.zeros(1 << 16, np.int64)
-        for piece in pieces:
-            part = bits[piece] & _MAGNITUDE
-            if not shift:
-                part = part[part >> 16 == threshold >> 16]
-            counts += np.bincount((part >> shift) & 0xFFFF, minlength=1 << 16)
-        above = np.cumsum(counts[::-1])
-        place = int(np.searchsorted(above, left))
-        left -= int(above[place - 1]) if place else 0
-        threshold |= (len(counts) - 1 - place) << shift
-    found = []
-    for piece in pieces:
-        part = bits[piece] & _MAGNITUDE
-        taken = part > threshold if threshold else part > 0
-        if threshold and left:
-            ties = np.flatnonzero(part == threshold)[:left]
-            taken[ties], left = True, left - len(ties)
-        found.append(np.flatnonzero(taken) + piece.start)
-    return np.concatenate(found)
+    found = np.arange(0)
+    for piece in pieces(len(vector), max(PIECE, 3 * count)):
+        found = np.concatenate([found, piece.start + largest(vector[piece], count)])
+        found = found[largest(vector[found], count)]
+    return found

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 
 from aqg.channel.copies import PublicCopy
 from aqg.channel.first import First, choose_way
-from aqg.channel.publishing import Steps, condense, entry_of, measure_change, squared_norm
+from aqg.channel.publishing import Steps, condense, entry_of, measure_change
+from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     Kind,
+    Kinds,
     Schema,
+    Tensor,
     Update,
+    Values,
     as_received,
     decode_kept,
     encode_kept,
@@ -24,29 +29,21 @@ from aqg.channel.tensors import (
     is_same,
     kinds_of,
     shifted,
+    squared_norm,
     vector_dtype,
 )
 from aqg.core.budget import first_budget
 from aqg.core.downlink import rounded_up
-from aqg.core.messages import Skip, Upload, energy_of, num_nonzero
+from aqg.core.messages import Message, Skip, energy_of, num_nonzero
 from aqg.core.public import Entry, advance
+from aqg.core.server import Peer
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
+from aqg.objectives.layout import TensorSpec
 from aqg.protocol.log import ModelLog
-from aqg.protocol.messages import Order, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Kinds, Tensor, Values
-    from aqg.core.messages import Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.server import Peer
-    from aqg.core.types import FloatArray
-    from aqg.objectives.layout import TensorSpec
-    from aqg.protocol.messages import Reply
 
 OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors
@@ -74,19 +71,12 @@ class Phase:
     """What was sent of a model at one time, and what replies to it are relative to.
 
     While it is held anywhere its copy stays as it is: the channel then moves another one.
-
-    Attributes:
-        channel: of the model.
-        is_open: whether clients may choose fewer tensors to compress.
-        values: the strategy's own model; of tensors that are kept, clients' copy.
-        copy: the public copy.
-
     """
 
-    channel: Channel
-    is_open: bool
-    values: dict[str, Tensor]
-    copy: PublicCopy
+    channel: Channel  # of the model
+    is_open: bool  # whether clients may choose fewer tensors to compress
+    values: dict[str, Tensor]  # the strategy's own model; of tensors that are kept, clients' copy
+    copy: PublicCopy  # the public copy
 
     @property
     def version(self) -> int:
@@ -95,30 +85,18 @@ class Phase:
 
 
 class Taken(NamedTuple):
-    """A reply that was read, and has changed nothing yet.
+    """A reply that was read, and has changed nothing yet."""
 
-    Attributes:
-        channel: of the model.
-        node: whose it is.
-        phase: what it answers.
-        layout: which tensors were compressed.
-        kept: tensors that came as they are.
-        peer: what the server holds of the node after it; None where nothing was compressed.
-        message: what was sent.
-        update: what it stands for; of no values where nothing was compressed.
-        reply: as it came.
-
-    """
-
-    channel: Channel
-    node: int
-    phase: Phase
-    layout: bytes
-    kept: dict[str, Tensor]
+    channel: Channel  # of the model
+    node: int  # whose it is
+    phase: Phase  # what it answers
+    layout: bytes  # which tensors were compressed
+    kept: dict[str, Tensor]  # tensors that came as they are
+    # what the server holds of the node after it; None where nothing was compressed.
     peer: Peer | None
-    message: Message
-    update: Update
-    reply: Reply
+    message: Message  # what was sent
+    update: Update  # what it stands for; of no values where nothing was compressed
+    reply: Reply  # as it came
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -127,9 +105,8 @@ class Taken(NamedTuple):
         it is not lost. Raises `MessageError` where one is beyond its type's numbers.
         """
         schema, values = self.channel.schema, self.phase.values
-        factor = self.channel.cut(self)
+        factor, inside = self.channel.cut(self), schema.names(self.layout)
         moving = shifted(values, self.update, schema.chosen(self.layout), factor)
-        inside = {spec.name for spec in schema.chosen(self.layout)}
         for spec in schema.specs:
             if spec.name not in inside:
                 tensor = self.kept.get(spec.name, values[spec.name])
@@ -163,7 +140,6 @@ class Channel:
         fault: why the strategy's model could not be sent last time; empty where it was.
 
     Raises `ConfigError` where no tensor can be compressed.
-
     """
 
     makes_model = False
@@ -264,12 +240,13 @@ class Channel:
         is_behind = position < self._log.first
         first = self._from_first(place) if is_behind else b""
         is_full = is_behind and not first
-        specs = self.schema.chosen(copy.layout)
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        stamp = self._peer(place, copy.layout, size, dtype).held.stamp
+        size, dtype = self.schema.vector_of(copy.layout)
+        stamp = self._peer(place, copy.layout).held.stamp
         order = Order(
             run=self.run,
-            fingerprint=agreement(self._recipe, size, dtype, settings.seed, self.schema),
+            fingerprint=fingerprint(
+                self._recipe, size, dtype, settings.seed, self.schema.fingerprint
+            ),
             recipe=settings.recipe,
             bits=settings.bits,
             max_staleness=settings.max_staleness,
@@ -381,10 +358,8 @@ class Channel:
 
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
-        specs = self.schema.chosen(phase.copy.layout)
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        peer = self._peer(self._place(node), phase.copy.layout, size, dtype)
-        reply = reply_from_bytes(part, peer.held.stamp)
+        place = self._place(node)
+        reply = reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -399,10 +374,9 @@ class Channel:
         length = self.schema.bitmap_bytes
         beside = reply.statistics or phase.copy.layout
         layout, rest = beside[:length], beside[length:]
-        specs = self.schema.chosen(layout)
+        inside = self.schema.names(layout)
         self._check_layout(layout, phase)
         kept = decode_kept(rest, self.schema) if rest else {}
-        inside = {spec.name for spec in specs}
         for name, tensor in kept.items():
             if name in inside:
                 raise MessageError(f"tensor {name!r} comes compressed and as it is")
@@ -410,24 +384,15 @@ class Channel:
                 raise MessageError(f"tensor {name!r} cannot be changed")
             if not is_finite(tensor):
                 raise MessageError(f"tensor {name!r} holds NaN or infinity")
-        if not specs:
+        size, dtype = self.schema.vector_of(layout)
+        if not inside:
             if reply.frame:
                 raise MessageError("it sent a frame for no tensors")
-            nothing = Update(np.zeros(0, np.float32), "float32")
+            nothing = Update(np.zeros(0, np.float32), dtype)
             return Taken(self, node, phase, layout, kept, None, Skip(), nothing, reply)
-        peer, message, update = self._read(self._place(node), layout, specs, reply)
+        peer, message = take_reply(self._recipe, self._peer(place, layout), reply, size, dtype)
+        update = Update(update_of(self._recipe, peer, message, size), dtype)
         return Taken(self, node, phase, layout, kept, peer, message, update, reply)
-
-    def _read(
-        self, place: int, layout: bytes, specs: list[TensorSpec], reply: Reply
-    ) -> tuple[Peer, Message, Update]:
-        """Return the node's mirror after a reply, what was sent, and the update it stands for."""
-        size, dtype = sum(spec.size for spec in specs), vector_dtype(specs)
-        peer = self._peer(place, layout, size, dtype)
-        peer, message = take_reply(self._recipe, peer, reply, size, dtype)
-        if isinstance(message, Upload) and not self._recipe.memory.keeps_mirror:
-            return peer, message, Update(message, dtype)
-        return peer, message, Update(update_of(self._recipe, peer, message, size), dtype)
 
     def commit(self, taken: Taken) -> None:
         """Take note of a reply that was read, and of what the node then holds."""
@@ -442,7 +407,7 @@ class Channel:
             self._sums[taken.layout] = sample if total is None else total + sample, count + 1
         self.note(taken.node, taken.phase)
         if taken.phase.is_open:
-            self._wanted |= {spec.name for spec in self.schema.chosen(taken.layout)}
+            self._wanted |= self.schema.names(taken.layout)
         self._wanted |= {name for name in taken.kept if self._kinds[name] is Kind.VECTOR}
 
     def cut(self, taken: Taken) -> float:
@@ -450,7 +415,7 @@ class Channel:
         limit = self._settings.clip()
         if limit is None:
             return 1.0
-        square = taken.update.squared_norm()
+        square = squared_norm(taken.update)
         for name, tensor in taken.kept.items():
             if tensor.dtype.kind == "f":
                 change = tensor.astype(np.float64) - taken.phase.values[name]
@@ -484,20 +449,21 @@ class Channel:
         if not phase.is_open or extra:
             raise MessageError("it compressed other tensors than it was told to")
 
-    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+    def _peer(self, place: int, layout: bytes) -> Peer:
         known = self._peers.get(place)
         if known is not None and known[0] == layout:
             return known[1]
-        if (size, dtype) not in self._zero:  # all that have no mirror yet share one of zeros
-            self._zero = {(size, dtype): first_peer(self._recipe, size, dtype)}
-        return self._zero[size, dtype]
+        vector = self.schema.vector_of(layout)
+        if vector not in self._zero:  # all that have no mirror yet share one of zeros
+            self._zero = {vector: first_peer(self._recipe, *vector)}
+        return self._zero[vector]
 
     def _next_layout(self) -> bytes | None:
         """Return which tensors are compressed from now on; None if it is as before."""
         if not self._wanted:
             return None
-        inside = {spec.name for spec in self.schema.chosen(self._copy.layout)}
-        wanted = self._wanted if self._is_open else inside | self._wanted
+        inside = set() if self._is_open else self.schema.names(self._copy.layout)
+        wanted = inside | self._wanted
         self._wanted, self._is_open = set(), False
         layout = self.schema.bitmap(wanted)
         return None if layout == self._copy.layout else layout
@@ -620,9 +586,3 @@ class Channel:
         """Return which tensors are compressed, as orders say it."""
         flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
         return bytes([flags + FORGETTING * self._settings.forgets]) + copy.layout
-
-
-def agreement(recipe: Recipe, size: int, dtype: str, seed: int, schema: Schema) -> bytes:
-    """Return a digest of everything both sides must have alike."""
-    ours = fingerprint(recipe, size, dtype, seed)
-    return bytes(a ^ b for a, b in zip(ours, schema.fingerprint, strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from aqg.core.downlink import AUTO, Condensed, make_downlink
 from aqg.core.recipe import SAMPLED, Recipe, require_memory
@@ -11,42 +12,28 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.errors import ConfigError
 from aqg.start import require_way
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can choose.
+    """What a user can choose."""
 
-    Attributes:
-        recipe: name and options of the compressor.
-        bits: its ``b_max``.
-        max_staleness: after how many silent rounds a client sends all the same.
-        seed: of recipes that draw.
-        include: patterns for names of tensors to compress; all where there are none.
-        exclude: patterns for names of tensors that travel as they are.
-        downlink: how the public copy follows the model.
-        clip: returns the largest norm of an update, where the strategy relies on one.
-        own: a recipe that is used in place of the named one; clients must have an equal one.
-        updates: their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`.
-        start: how the first model travels (`aqg.channel.first`).
-        memory: what clients hold between rounds, the ``"model"`` and what the recipe keeps, or
-            ``"none"`` of it.
-
-    """
-
-    recipe: str = "lean"
-    bits: int = 4
-    max_staleness: int = 100
-    seed: int = 0
+    recipe: str = "lean"  # name and options of the compressor
+    bits: int = 4  # its ``b_max``
+    max_staleness: int = 100  # after how many skips in a row a client sends all the same
+    seed: int = 0  # of recipes that draw
+    # patterns for names of tensors to compress; all where there are none
     include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    downlink: Condensed = field(default_factory=Condensed)
+    exclude: tuple[str, ...] = ()  # patterns for names of tensors that travel as they are
+    downlink: Condensed = field(default_factory=Condensed)  # how the public copy follows the model
+    # returns the largest norm of an update, where the strategy relies on one
     clip: Callable[[], float | None] = lambda: None
+    # a recipe that is used in place of the named one; clients must have an equal one
     own: Recipe | None = None
+    # their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`
     updates: str = SAMPLED
-    start: str = "exact"
+    start: str = "exact"  # how the first model travels (`aqg.channel.first`)
+    # what clients hold between rounds, the ``"model"`` and what the recipe keeps, or ``"none"``
+    # of it
     memory: str = "model"
 
     @property
@@ -65,50 +52,30 @@ class Settings:
 def make_settings(
     recipe: str,
     *,
-    bits: int = 4,
-    max_staleness: int = 100,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     downlink: str | None = None,
-    seed: int = 0,
-    clip: Callable[[], float | None] = lambda: None,
-    start: str = "exact",
-    memory: str = "model",
+    **others: Any,
 ) -> Settings:
     """Return settings as users write them; ``downlink`` is by default the recipe's own.
 
     >>> make_settings("auto", exclude="head.*").downlink.ratio
     0.5
     """
-    _require_recipe(recipe)
-    if start != AUTO:
-        require_way(start)
-    own = make_recipe(recipe, bits, max_staleness).downlink
-    if own == "full":  # one that sends whole models has none that fits here
-        own = Condensed.name
-    settings = Settings(
-        recipe=recipe,
-        bits=bits,
-        max_staleness=max_staleness,
-        seed=seed,
-        include=_patterns(include),
-        exclude=_patterns(exclude),
-        downlink=_condensed(downlink or own),
-        clip=clip,
-        start=start,
-        memory=memory,
-    )
-    settings.make_recipe()
-    return settings
-
-
-def _require_recipe(recipe: str) -> None:
     if recipe.partition(":")[0] not in RECIPES:
-        others = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
+        known = ", ".join(sorted(set(RECIPES) - {"auto", "lean"}))
         raise ConfigError(
             f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
-            f"lean, for all others; there are also {others}"
+            f"lean, for all others; there are also {known}"
         )
+    patterns: dict[str, Any] = {"include": _patterns(include), "exclude": _patterns(exclude)}
+    settings = Settings(recipe, **patterns, **others)
+    if settings.start != AUTO:
+        require_way(settings.start)
+    own = settings.make_recipe().downlink
+    if own == "full":  # one that sends whole models has none that fits here
+        own = Condensed.name
+    return replace(settings, downlink=_condensed(downlink or own))
 
 
 def _condensed(spec: str) -> Condensed:

@@ -8,60 +8,43 @@ the vector, such as running statistics, are averaged with the weights of the upd
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
-from aqg.channel.tensors import Kind, unflatten
+from aqg.channel.settings import Settings
+from aqg.channel.tensors import Kind, Kinds, Tensor, Values, unflatten
 from aqg.core.downlink import Downlink, Full
 from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.public import lies_on_grid, mark_after
-from aqg.core.server import Step
+from aqg.core.server import Peer, Step
 from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import NDArray
-
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Kinds, Tensor, Values
-    from aqg.core.server import Peer
-    from aqg.core.types import Float64Array
-
-    Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Stepping(NamedTuple):
-    """How the server steps.
+    """How the server steps."""
 
-    Attributes:
-        num_clients: how many clients there are.
-        client_of: says which of them a node is.
-        size: of the step.
-        rule: how long steps are.
-        optimizer: what is made of the sums.
-        downlink: how the model travels.
-        dropout: the share of replies that is expected to be lost, where recipes look at it.
-        sampled: the share of clients that take part in a round.
-
-    """
-
-    num_clients: int
-    client_of: Callable[[int], int | None]
-    size: float
-    rule: StepRule = Fixed()
-    optimizer: ServerOptimizer = SGD()
-    downlink: Downlink = Full()
+    num_clients: int  # how many clients there are
+    client_of: Callable[[int], int | None]  # says which of them a node is
+    size: float  # of the step
+    rule: StepRule = Fixed()  # how long steps are
+    optimizer: ServerOptimizer = SGD()  # what is made of the sums
+    downlink: Downlink = Full()  # how the model travels
+    # the share of replies that is expected to be lost, where recipes look at it
     dropout: float = 0.0
-    sampled: float = 1.0
+    sampled: float = 1.0  # the share of clients that take part in a round
 
     @property
     def step(self) -> Step:
@@ -71,17 +54,11 @@ class Stepping(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """How tensors travel.
+    """How tensors travel."""
 
-    Attributes:
-        kinds: of each.
-        own: those that clients keep to themselves.
-        aliases: second names of tensors, such as those of tied weights, and the first ones.
-
-    """
-
-    kinds: Kinds
-    own: frozenset[str] = frozenset()
+    kinds: Kinds  # of each
+    own: frozenset[str] = frozenset()  # those that clients keep to themselves
+    # second names of tensors, such as those of tied weights, and the first ones
     aliases: Mapping[str, str] = {}
 
 
@@ -94,7 +71,6 @@ class SteppingChannel(Channel):
         settings: of the user.
         stepping: how the server steps.
         travel: how tensors travel.
-
     """
 
     makes_model = True
@@ -246,9 +222,9 @@ class SteppingChannel(Channel):
         bitmaps = self.schema.bitmap(self._travels()) + self.schema.bitmap(self._own)
         return bitmaps + b"".join(write_varint(place) for pair in pairs for place in pair)
 
-    def _peer(self, place: int, layout: bytes, size: int, dtype: str) -> Peer:
+    def _peer(self, place: int, layout: bytes) -> Peer:
         if self._settings.forgets:
-            return super()._peer(place, layout, size, dtype)
+            return super()._peer(place, layout)
         return self.book.state.peers[place]
 
     def _named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aqg.core.messages import Upload
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.objectives.layout import ModelLayout, TensorSpec, read_specs
 from aqg.protocol.digests import DIGEST_BYTES
 from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import Reader, write_part, write_varint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import FloatArray
-
-    Tensor = NDArray[Any]
-    Values = Mapping[str, Tensor]
+Tensor = NDArray[Any]
+Values = Mapping[str, Tensor]
 
 PIECE = 1 << 20
 """Values that are looked at together: large models need no second vector to be compared."""
@@ -54,7 +50,6 @@ class Schema:
     >>> schema = Schema.of({"w": np.zeros((2, 3), "f4"), "n": np.zeros((), "i8")})
     >>> [spec.name for spec in schema.chosen(schema.bitmap(["n"]))]
     ['n']
-
     """
 
     def __init__(self, rows: Iterable[tuple[str, Sequence[int], str]]) -> None:
@@ -95,6 +90,15 @@ class Schema:
             raise MessageError(f"a choice names tensors beyond the {len(self.specs)} there are")
         return [spec for spec, bit in zip(self.specs, bits, strict=False) if bit]
 
+    def names(self, bitmap: bytes) -> set[str]:
+        """Return the names of the tensors whose bits are set."""
+        return {spec.name for spec in self.chosen(bitmap)}
+
+    def vector_of(self, bitmap: bytes) -> tuple[int, str]:
+        """Return length and precision of the vector of these tensors."""
+        specs = self.chosen(bitmap)
+        return sum(spec.size for spec in specs), vector_dtype(specs)
+
     def bitmap(self, names: Iterable[str]) -> bytes:
         """Return the bits of some tensors."""
         wanted = set(names)
@@ -123,14 +127,18 @@ def kinds_of(
     return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
 
 
+def pieces(length: int, size: int = 0) -> Iterator[slice]:
+    """Yield the places of what is looked at together of a vector."""
+    size = size or PIECE
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Tell whether a tensor holds neither NaN nor infinity."""
     if tensor.dtype.kind not in "fc":
         return True
     flat = tensor.reshape(-1)
-    return all(
-        bool(np.isfinite(flat[start : start + PIECE]).all()) for start in range(0, len(flat), PIECE)
-    )
+    return all(bool(np.isfinite(flat[piece]).all()) for piece in pieces(len(flat)))
 
 
 def vector_dtype(specs: Iterable[TensorSpec]) -> str:
@@ -138,13 +146,19 @@ def vector_dtype(specs: Iterable[TensorSpec]) -> str:
     return "float64" if any(spec.dtype == "float64" for spec in specs) else "float32"
 
 
+def placed(specs: Iterable[TensorSpec]) -> Iterator[tuple[TensorSpec, slice]]:
+    """Yield tensors, and the place of each in a vector of just these."""
+    start = 0
+    for spec in specs:
+        yield spec, slice(start, start + spec.size)
+        start += spec.size
+
+
 def flatten(values: Values, specs: Sequence[TensorSpec], dtype: Any = None) -> NDArray[Any]:
     """Return tensors as one vector, by default in the precision of a model's."""
     vector = np.empty(sum(spec.size for spec in specs), dtype or vector_dtype(specs))
-    position = 0
-    for spec in specs:
-        vector[position : position + spec.size] = values[spec.name].reshape(-1)
-        position += spec.size
+    for spec, place in placed(specs):
+        vector[place] = values[spec.name].reshape(-1)
     return vector
 
 
@@ -152,14 +166,11 @@ def unflatten(
     vector: NDArray[Any], specs: Sequence[TensorSpec], dtype: np.dtype[Any] | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors of a vector, each in its own precision, or all in one."""
-    tensors: dict[str, Tensor] = {}
-    position = 0
-    for spec in specs:
-        part = vector[position : position + spec.size].reshape(spec.shape)
-        with np.errstate(over="ignore"):
-            tensors[spec.name] = part.astype(dtype or spec.dtype, copy=False)
-        position += spec.size
-    return tensors
+    with np.errstate(over="ignore"):
+        return {
+            spec.name: vector[place].reshape(spec.shape).astype(dtype or spec.dtype, copy=False)
+            for spec, place in placed(specs)
+        }
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -169,10 +180,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     bits, others = bits_of(one), bits_of(other)
-    return all(
-        np.array_equal(bits[start : start + PIECE], others[start : start + PIECE])
-        for start in range(0, len(bits), PIECE)
-    )
+    return all(np.array_equal(bits[piece], others[piece]) for piece in pieces(len(bits)))
 
 
 class Update:
@@ -181,54 +189,49 @@ class Update:
     Args:
         content: the vector, or levels on a grid.
         dtype: in which precision levels are read.
-
     """
 
     def __init__(self, content: FloatArray | Upload, dtype: str) -> None:
         self._content = content
         self.dtype = np.dtype(dtype)
-        self.size = len(content)
 
-    def part(self, start: int, stop: int) -> FloatArray:
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __getitem__(self, places: slice) -> FloatArray:
         """Return some values, which must not be written to."""
         content = self._content
         if isinstance(content, Upload):
-            levels = content.levels[start:stop]
+            levels = np.ascontiguousarray(content.levels[places])
             return replace(content, levels=levels).values(self.dtype.type)
-        return content[start:stop]
+        return content[places]
 
     def sample(self, most: int) -> FloatArray:
         """Return every value, or of a longer vector every so many-th."""
-        stride = -(-self.size // most) if self.size else 1
-        content = self._content
-        if isinstance(content, Upload):
-            levels = np.ascontiguousarray(content.levels[::stride])
-            return replace(content, levels=levels).values(self.dtype.type)
-        return np.array(content[::stride])
+        return np.array(self[:: max(1, -(-len(self) // most))])
 
-    def squared_norm(self) -> float:
-        """Return ``‖u‖²``, summed in double precision."""
-        square = 0.0
-        for start in range(0, self.size, PIECE):
-            piece = self.part(start, start + PIECE).astype(np.float64)
-            square += float(np.vdot(piece, piece))
-        return square
+
+def squared_norm(vector: FloatArray | Update) -> float:
+    """Return ``‖v‖²``, summed in double precision, without a second vector."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for piece in pieces(len(vector)):
+            part = vector[piece].astype(np.float64)
+            total += float(np.vdot(part, part))
+    return total
 
 
 def shifted(
     values: Values, update: Update, specs: Sequence[TensorSpec], factor: float = 1.0
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors less an update, each in its own precision."""
-    position = 0
-    for spec in specs:
+    for spec, place in placed(specs):
         old, shown = values[spec.name].reshape(-1), np.empty(spec.size, spec.dtype)
-        for start in range(0, spec.size, PIECE):
-            piece = slice(start, min(start + PIECE, spec.size))
-            part = update.part(position + piece.start, position + piece.stop)
+        for piece in pieces(spec.size):
+            part = update[place.start + piece.start : place.start + piece.stop]
             with np.errstate(over="ignore", invalid="ignore"):
                 part = part if factor == 1.0 else factor * part
                 shown[piece] = np.subtract(old[piece], part, dtype=update.dtype)
-        position += spec.size
         yield spec.name, shown.reshape(spec.shape)
 
 

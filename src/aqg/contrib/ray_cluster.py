@@ -206,7 +206,7 @@ def _knock(address: str) -> None:
 
 
 class _Worker:
-    """A Ray actor: does one task at a time, and hears meanwhile what it is told."""
+    """A Ray actor: does one task at a time, and learns meanwhile what it is told."""
 
     def __init__(self) -> None:
         self._is_stopped = False

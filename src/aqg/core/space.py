@@ -174,7 +174,7 @@ class NumpySpace:
         self, params: Array, update: Array, direction: Array, step_size: float
     ) -> tuple[Array, Array]:
         """Return the parameters after the step, and ``‖direction‖²``, maybe still on its way."""
-        squared_norm = np.vdot(direction, direction)  # unlike `@`, silent where it overflows
+        squared_norm = np.vdot(direction, direction)  # no warning where it overflows, unlike `@`
         stepped = np.empty_like(params)
         _take_step(params, update, step_size, stepped)
         return stepped, squared_norm
@@ -185,7 +185,7 @@ class NumpySpace:
 
     def squared_norm(self, vector: Array) -> float:
         wide = vector.astype(np.float64, copy=False)
-        return float(np.vdot(wide, wide))  # unlike `@`, silent where it overflows
+        return float(np.vdot(wide, wide))  # no warning where it overflows, unlike `@`
 
     def root(self, vector: Array) -> Array:
         """Return the root of every coordinate, rounded to the nearest number."""

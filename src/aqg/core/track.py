@@ -41,11 +41,11 @@ class Memory(enum.Enum):
     """What an upload stands for, and what both ends remember of it."""
 
     INNOVATION = "innovation"
-    """``Δ = g - ref_m`` is sent and added to ``ref_m``; silence repeats ``ref_m``."""
+    """``Δ = g - ref_m`` is sent and added to ``ref_m``; a skip repeats ``ref_m``."""
     LATEST = "latest"
-    """``g`` is sent and replaces ``ref_m``; silence repeats ``ref_m``."""
+    """``g`` is sent and replaces ``ref_m``; a skip repeats ``ref_m``."""
     NONE = "none"
-    """What is sent counts in its round alone; silence contributes nothing."""
+    """What is sent counts in its round alone; a skip contributes nothing."""
 
     @property
     def keeps_mirror(self) -> bool:

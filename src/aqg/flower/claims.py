@@ -10,22 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
+from aqg.core.types import Float64Array
 from aqg.errors import AqgError, MessageError
 from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, plain, unpack
 from aqg.flower.private import bounded_pulls, pauses
 from aqg.runs.stopping import has_diverged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from flwr.serverapp import Grid
-
-    from aqg.core.types import Float64Array
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -56,7 +52,7 @@ class Roster:
         self._clients: dict[int, int] = {}
         self._online: set[int] = set()
         self._claims: dict[int, int] = {}
-        self._silent: set[int] = set()
+        self._unreachable: set[int] = set()
         self._refused: set[int] = set()
         self._refusals: list[tuple[int, str]] = []
 
@@ -106,16 +102,16 @@ class Roster:
         said = f"node {node} reports partition {partition}"
         if not 0 <= partition < self.num_clients:
             self._refuse(node, f"{said}; 0 to {self.num_clients - 1} are expected")
-        elif holder in self._online and holder not in self._silent:
+        elif holder in self._online and holder not in self._unreachable:
             self._refuse(node, f"{said}, which is node {holder}")
         else:
             self._bind(partition, node)
 
-    def heard(self, node: int, answered: bool) -> None:
+    def note_answer(self, node: int, answered: bool) -> None:
         if answered:
-            self._silent.discard(node)
+            self._unreachable.discard(node)
         else:
-            self._silent.add(node)
+            self._unreachable.add(node)
 
     def take_refusals(self) -> list[tuple[int, str]]:
         """Return the nodes refused since the last call, and why."""
@@ -170,7 +166,7 @@ class Roster:
 
     def _bind(self, client: int, node: int) -> None:
         former = self._nodes.get(client, 0)
-        self._silent.discard(former)
+        self._unreachable.discard(former)
         self._clients.pop(former, None)
         self._nodes[client] = node
         self._clients[node] = client
@@ -199,7 +195,6 @@ class AverageChecks(Checks):
 
     Args:
         key: the metric that says how many examples a node has.
-
     """
 
     def __init__(self, key: str) -> None:
@@ -300,15 +295,15 @@ def mean_loss(losses: Float64Array, weights: Float64Array) -> float | None:
     return float(np.average(losses[measured], weights=weights[measured]))
 
 
-def leave_out_absurd(losses: Float64Array, num_asked: int) -> tuple[bool, list[int]]:
+def leave_out_absurd(losses: Float64Array, num_sampled: int) -> tuple[bool, list[int]]:
     """Strike the losses that are beyond all use, of either sign; return whose they were.
 
     None are struck where training has diverged, which is returned first: where more than half of
-    the clients asked report such a loss. In a federation of several, one client is never enough.
+    the sampled clients report such a loss. In a federation of several, one client is never enough.
     """
     known = np.flatnonzero(~np.isnan(losses)).tolist()
     num_diverged = sum(has_diverged(losses[client]) for client in known)
-    if 2 * num_diverged > num_asked and num_diverged >= min(2, len(losses)):
+    if 2 * num_diverged > num_sampled and num_diverged >= min(2, len(losses)):
         return True, []
     absurd = [client for client in known if has_diverged(abs(losses[client]))]
     losses[absurd] = np.nan
@@ -323,7 +318,6 @@ def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str
 
     >>> mean_metrics([(10.0, {"accuracy": 0.5}), (30.0, {"accuracy": 0.9, "own": 2.0})])
     {'accuracy': 0.8, 'own': 2.0}
-
     """
     means = {}
     for name in dict.fromkeys(name for _, metrics in found for name in metrics):

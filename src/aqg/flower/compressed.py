@@ -7,13 +7,16 @@ Flower's.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.settings import make_settings
+from aqg.channel.tensors import Tensor, Values
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
@@ -21,14 +24,6 @@ from aqg.flower.claims import AverageChecks, Checks
 from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.flower.grid import CompressedGrid, Counts
 from aqg.flower.private import OuterGrid, replies_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from flwr.app import Message
-    from flwr.serverapp import Grid
-
-    from aqg.channel.tensors import Tensor, Values
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -84,7 +79,7 @@ class Compressed(OuterStrategy):
             it every reply is near the client's model, as strategies expect that look at single
             replies.
         bits: the most bits per parameter of recipes that have such a limit.
-        max_staleness: after how many silent rounds a client sends something all the same.
+        max_staleness: after how many skips in a row a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
         exclude: patterns for the names of tensors that travel as they are.
         downlink: how clients' copy of the model follows the server's: ``"condensed"`` with
@@ -96,7 +91,6 @@ class Compressed(OuterStrategy):
             initialized, else ``"exact"``. The strategy starts from what nodes receive.
         memory: what nodes hold between rounds: the ``"model"`` and what the recipe keeps, or
             ``"none"`` of it, neither on disk nor in their context.
-
     """
 
     def __init__(
@@ -198,7 +192,6 @@ class Buffered(OuterStrategy):
     Args:
         strategy: does what it always does. `Compressed` goes around this one, not into it.
         size: ``B``, the replies after which a round ends; errors do not count.
-
     """
 
     def __init__(self, strategy: Strategy, *, size: int) -> None:

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from flwr.app import Context
 from flwr.simulation import run_simulation
 
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.journal import RunLogger
+from aqg.flower.reports import RoundReport
 from aqg.flower.settings import read_settings
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.loop import slug
 from aqg.runs.setup import build_problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from flwr.app import Context
-
-    from aqg.flower.reports import RoundReport
 
 DIGITS = {"dataset": "digits", "partition": "dirichlet:0.5", "model": "softmax", "l2": 0.01}
 """What is learned: digits, split unevenly among the clients."""

@@ -12,23 +12,18 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from aqg import __version__
-from aqg.channel.tensors import bits_of
+from aqg.channel.tensors import Tensor, bits_of
 from aqg.errors import ConfigError, MessageError, WireError
-from aqg.wire.varint import read_varint, write_varint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from aqg.channel.tensors import Tensor
+from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part
 
 RECORD = "aqg"
 """The name of our record."""
@@ -42,7 +37,6 @@ _WORDS = (
 )
 """What heads are likely to hold, the likeliest last."""
 _MOST_HEAD_BYTES = 1 << 28
-_CRC_BYTES = 4
 _BYTES = "bytes"
 _SMALL = ("c", "m")  # ConfigRecord, MetricRecord
 COMPRESSED, FULL, BESIDE = "a", "f", "x"  # arrays: FULL are beside it and have an order in it
@@ -89,35 +83,29 @@ class Envelope:
         coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=_WORDS)
         head = coder.compress(json.dumps([said, rows], separators=(",", ":")).encode())
         head += coder.flush()
-        mark = _WITH_VERSION if self.says_version else _WITHOUT
-        pieces = [bytes([mark]), write_varint(len(head)), head]
-        for part in self.parts:
-            pieces += [write_varint(len(part)), part]
-        body = b"".join(pieces)
-        return body + _checksum(body)
+        mark = bytes([_WITH_VERSION if self.says_version else _WITHOUT])
+        return _seal(mark + b"".join(map(write_part, (head, *self.parts))))
 
     @staticmethod
     def from_bytes(data: bytes) -> Envelope:
         """Read it; raise `WireError` where it is damaged or of another version."""
-        if len(data) <= _CRC_BYTES:
+        if len(data) <= CRC_BYTES:
             raise WireError(f"{len(data)} bytes are no envelope")
-        body = data[:-_CRC_BYTES]
+        body = data[:-CRC_BYTES]
         if body[0] not in (_WITH_VERSION, _WITHOUT):
             raise WireError(
                 f"byte {body[0]:#04x} does not begin an envelope of aqg {__version__}; both sides "
                 "need the same version of aqg"
             )
-        if _checksum(body) != data[-_CRC_BYTES:]:
+        if _seal(body) != data:
             other = "" if body[0] == _WITH_VERSION else f", or not of aqg {__version__}"
             raise WireError(f"the checksum of the envelope is wrong: it is damaged{other}")
-        head, position = _part(body, 1)
-        envelope = _read_head(head)
+        reader = Reader(body[1:], "the envelope")
+        envelope = _read_head(reader.part("a part").tobytes())
         for _, kind, _ in envelope.records:
             if kind in _WITH_PART:
-                part, position = _part(body, position)
-                envelope.parts.append(part)
-        if position != len(body):
-            raise WireError(f"{len(body) - position} bytes follow the last part")
+                envelope.parts.append(reader.part("a part").tobytes())
+        reader.finish("the last part")
         return envelope
 
     def small(self, kind: str, content: Any) -> ConfigRecord | MetricRecord:
@@ -178,9 +166,8 @@ def num_bytes(content: RecordDict) -> int:
     return total
 
 
-def _checksum(body: bytes) -> bytes:
-    key = zlib.crc32(__version__.encode()) if body[0] == _WITHOUT else 0
-    return zlib.crc32(body, key).to_bytes(_CRC_BYTES, "little")
+def _seal(body: bytes) -> bytes:
+    return seal(body, __version__.encode() if body[0] == _WITHOUT else b"")
 
 
 def _read_head(head: bytes) -> Envelope:
@@ -212,13 +199,6 @@ def _rich(value: Any) -> Any:
         except (KeyError, TypeError, ValueError):
             raise MessageError("a record of the message holds bytes that cannot be read") from None
     return [_rich(item) for item in value] if isinstance(value, list) else value
-
-
-def _part(data: bytes, position: int) -> tuple[bytes, int]:
-    length, position = read_varint(data, position)
-    if length > len(data) - position:
-        raise WireError(f"a part claims {length} bytes; {len(data) - position} are left")
-    return data[position : position + length], position + length
 
 
 def tensor_of(array: Array) -> Tensor:

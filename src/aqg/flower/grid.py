@@ -13,14 +13,17 @@ import operator
 import secrets
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.serverapp import Grid
 
-from aqg.channel.server import Channel, LostError
-from aqg.channel.tensors import is_finite, is_same
+from aqg.channel.server import Channel, LostError, Phase, Taken
+from aqg.channel.settings import Settings
+from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.claims import Checks
 from aqg.flower.envelope import (
@@ -41,15 +44,6 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, name_message, replies_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flwr.serverapp import Grid
-
-    from aqg.channel.server import Phase, Taken
-    from aqg.channel.settings import Settings
-    from aqg.channel.tensors import Values
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -147,7 +141,6 @@ class CompressedGrid(OuterGrid):
         settings: what the user chose.
         checks: of what else replies hold, beside updates.
         run_name: names the run; by default at random.
-
     """
 
     def __init__(
@@ -165,7 +158,7 @@ class CompressedGrid(OuterGrid):
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._speakers: set[int] = set()
+        self._equipped: set[int] = set()
         self._plain: set[int] = set()
         self._remembering: dict[int, str] = {}
         self.counts = Counts()
@@ -303,7 +296,7 @@ class CompressedGrid(OuterGrid):
             if channel.odd:
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
-        is_plain = bool(self._plain) and not self._speakers
+        is_plain = bool(self._plain) and not self._equipped
         phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
         if name in self._whole and self._whole[name][0] != phase.version:
             del self._whole[name]
@@ -354,9 +347,9 @@ class CompressedGrid(OuterGrid):
                 beside[name] = record
             else:
                 envelope.add(name, record)
-                if node not in self._speakers:  # it may lack the mod, and must still understand
+                if node not in self._equipped:  # it may lack the mod, and must still understand
                     beside[name] = record
-        envelope.says_version = node not in self._speakers
+        envelope.says_version = node not in self._equipped
         content = RecordDict({**beside, RECORD: pack(envelope)})
         traffic.down += num_bytes(content)
         about, ttl = message.metadata, max(_expiry(message) - time.time(), 1.0)
@@ -372,7 +365,7 @@ class CompressedGrid(OuterGrid):
         node = sent.node
         if reply.has_error():
             is_compact = any(phase.channel.is_compact(node) for phase in sent.phases.values())
-            if is_compact and node not in self._speakers and not sent.repeats:  # lacks the mod?
+            if is_compact and node not in self._equipped and not sent.repeats:  # lacks the mod?
                 return self._send_again(sent, "it answers with an error")
             answer_to(reply, sent.identifier)  # even if that had to be sent again
             return reply
@@ -422,7 +415,7 @@ class CompressedGrid(OuterGrid):
                 raise MessageError(f"it sent an order for {name!r}")
             else:
                 records[name] = envelope.small(kind, values)
-        self._speakers.add(node)
+        self._equipped.add(node)
         for phase in sent.phases.values():
             phase.channel.note(node, phase)
         return RecordDict(records), taken
@@ -430,8 +423,8 @@ class CompressedGrid(OuterGrid):
     def _unpack_plain(self, sent: _Sent, content: RecordDict) -> RecordDict:
         """Return the reply of a node without the mod, which holds whole models."""
         node = sent.node
-        if node in self._speakers or any(p.channel.makes_model for p in sent.phases.values()):
-            before = ", with which it answered before" if node in self._speakers else ""
+        if node in self._equipped or any(p.channel.makes_model for p in sent.phases.values()):
+            before = ", with which it answered before" if node in self._equipped else ""
             raise MessageError(
                 f"it answers without the mod{before}; write ClientApp(mods=[aqg_mod]) in its app"
             )

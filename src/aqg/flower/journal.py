@@ -8,18 +8,23 @@ import math
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
+from aqg.flower.claims import Roster
 from aqg.flower.envelope import EVALUATED, TRAINED
 from aqg.flower.memory import BY_PARTITION
-from aqg.flower.reports import client_fields
+from aqg.flower.reports import RoundReport, client_fields
+from aqg.flower.settings import Settings
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import check_book
 from aqg.protocol.store import read_arrays, write_arrays
@@ -38,16 +43,6 @@ from aqg.runs.files import Records, locked, to_json, write_atomically
 from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
 from aqg.settings import CommonSettings, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.channel.stepping import SteppingChannel
-    from aqg.flower.claims import Roster
-    from aqg.flower.reports import RoundReport
-    from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
 

@@ -9,23 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from numpy.typing import NDArray
 
 from aqg.channel.client import Memory
 from aqg.errors import ConfigError, RunError
-from aqg.protocol.store import DirectoryVault, forget_old_runs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flwr.app import Context, RecordDict
-    from numpy.typing import NDArray
-
-    from aqg.protocol.store import Vault
+from aqg.protocol.store import DirectoryVault, Vault, forget_old_runs
 
 STATE_DIR = "aqg-state-dir"
 """Key of a node's own configuration: the directory in which it remembers."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
+from aqg.channel.tensors import Values
+from aqg.core.recipe import Recipe
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.envelope import (
     BESIDE,
@@ -40,13 +42,7 @@ from aqg.flower.envelope import (
 from aqg.flower.memory import NodeMemory, partition_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flwr.app import Context
     from flwr.clientapp.typing import ClientAppCallable
-
-    from aqg.channel.tensors import Values
-    from aqg.core.recipe import Recipe
 
     Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
@@ -79,7 +75,6 @@ def make_mod(
         start: makes the model that training starts from, where the node has it (a torch module, a
             ``state_dict`` or an ArrayRecord), so that with ``start="digest"`` on the server it
             need not travel.
-
     """
     directory = None if state_dir is None else Path(state_dir)
 

@@ -8,6 +8,7 @@ is given back is the same kind of thing. Which tensors travel is said by one
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -15,19 +16,15 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from aqg.channel.stepping import Travel
-from aqg.channel.tensors import Kind, Schema, is_finite
+from aqg.channel.tensors import Kind, Schema, Tensor, Values, is_finite
 from aqg.errors import ConfigError
 from aqg.flower.envelope import is_readable, record_of, values_of
 from aqg.objectives.layout import ModelLayout
 from aqg.weights import as_numpy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
     from torch import nn
-
-    from aqg.channel.tensors import Tensor, Values
 
 VECTOR = "parameters"
 """The name of the one tensor of a model that is nothing but a flat vector."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from flwr.app import Message
     from flwr.supercore.run import Run
 
 _FIRST_PAUSE_SECONDS = 0.05

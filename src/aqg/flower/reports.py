@@ -8,14 +8,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import Message, RecordDict
 
+from aqg.channel.stepping import SteppingChannel
 from aqg.core.messages import Skip
+from aqg.core.types import Float64Array
 from aqg.errors import MessageError
 from aqg.flower.claims import (
     Checks,
+    Roster,
     cap_shares,
     known_or_mean,
     leave_out_absurd,
@@ -23,18 +27,11 @@ from aqg.flower.claims import (
     mean_metrics,
 )
 from aqg.flower.envelope import EVALUATED, EXAMPLES, TRAINED, loss_in, numbers_in, plain
+from aqg.flower.grid import Counts, NodeCounts
+from aqg.flower.settings import Settings
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.sim.record import DROPPED, RoundRecord
-
-if TYPE_CHECKING:
-    from flwr.app import Message, RecordDict
-
-    from aqg.channel.stepping import SteppingChannel
-    from aqg.core.types import Float64Array
-    from aqg.flower.claims import Roster
-    from aqg.flower.grid import Counts, NodeCounts
-    from aqg.flower.settings import Settings
 
 _logger = logging.getLogger("flwr.aqg")
 
@@ -45,7 +42,7 @@ INCIDENTS = {
     "rejected": "rejected",
     "fault": "fault_count",  # a client could not send: its gradient was not finite
     "error": "errors",  # Flower reports that a client failed
-    "missing": "missing",  # a client that was asked had not answered when the round ended
+    "missing": "missing",  # a sampled client had not answered when the round ended
     # a node that is no client: too many, a partition taken already, absurd samples
     "refused": "refused",
     # a client's loss was beyond all use, and most others' was not: it was left out
@@ -88,7 +85,7 @@ class RoundReport:
     stepped: bool  # whether enough clients answered for the model to take a step
     work_seconds: float  # the slowest client's own work
     round_seconds: float = 0.0  # from the first message out to the last reply in
-    # whether more than half of the clients asked, and at least two where there are more than one,
+    # whether more than half of the sampled clients, and at least two where there are more than one,
     # report a loss beyond all use
     diverged: bool = False
     # means of what clients measured as they trained, by name; and of the model before the round
@@ -203,11 +200,11 @@ class Accounts(Checks):
                 f"{_MOST_SAMPLES}"
             )
 
-    def hear(self, client: int, reply: Message | None) -> dict[str, float] | None:
+    def read(self, client: int, reply: Message | None) -> dict[str, float] | None:
         """Return the metrics of a client's reply; None where it does not count."""
         error = reply.error if reply is not None and reply.has_error() else None
-        is_silent = reply is None or (error is not None and error.code in _UNREACHABLE)
-        self._roster.heard(self._roster.node_of(client), answered=not is_silent)
+        is_missing = reply is None or (error is not None and error.code in _UNREACHABLE)
+        self._roster.note_answer(self._roster.node_of(client), answered=not is_missing)
         if reply is None:
             self._note(client, "missing")
             return None
@@ -239,7 +236,7 @@ class Accounts(Checks):
         weights: Float64Array = counted / counted.mean()
         return weights
 
-    def report(self, found: Mapping[int, Mapping[str, float]], num_asked: int) -> RoundReport:
+    def report(self, found: Mapping[int, Mapping[str, float]], num_sampled: int) -> RoundReport:
         """Return what the round was like, before its step.
 
         ``found`` has the metrics of the clients whose replies count.
@@ -260,7 +257,7 @@ class Accounts(Checks):
             if isinstance(message, Skip) and message.fault:
                 faults.append((client, message.fault))
                 self._note(client, "fault", message.fault)
-        diverged, absurd = leave_out_absurd(losses, num_asked)
+        diverged, absurd = leave_out_absurd(losses, num_sampled)
         for client in absurd:
             self._note(client, "outlier", f"loss {loss_in(found[client]):g}")
         up, down = self._moved()

@@ -53,11 +53,11 @@ class Settings(FlowerSettings):
             make_downlink(self.downlink)
         if self.step != AUTO_STEP:
             make_step(self.step)
-        num_asked = self.training().num_sampled(self.num_clients)
-        if num_asked < self.min_clients:
+        num_sampled = self.training().num_sampled(self.num_clients)
+        if num_sampled < self.min_clients:
             raise ConfigError(
                 f"min-clients is {self.min_clients}, but with fraction-train {self.participation} "
-                f"only {num_asked} of {self.num_clients} clients are asked in a round"
+                f"only {num_sampled} of {self.num_clients} clients are sampled in a round"
             )
         if self.tensorboard and not self.run_dir:
             raise ConfigError("tensorboard is true, but run-dir is empty; name a directory")

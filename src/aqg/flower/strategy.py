@@ -2,29 +2,31 @@
 
 It works on the same grid as ``Compressed(...)`` does, and makes the model itself: clients send
 updates against mirrors that the server holds, and the server publishes its steps
-(`aqg.channel.stepping`). So a client that is silent, late or away still counts with what is known
-of it, and the run ends with the simulator's model.
+(`aqg.channel.stepping`). So a client that skips, is late or drops out still counts with its mirror,
+and the run ends with the simulator's model.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import ServerApp
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.channel.server import agreement
 from aqg.channel.settings import Settings as ChannelSettings
 from aqg.channel.stepping import Stepping, SteppingChannel
+from aqg.channel.tensors import Values
 from aqg.core.downlink import describe_downlink, resolve_downlink
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.flower.claims import Roster, cap_shares, leave_out_absurd, mean_loss, mean_metrics
 from aqg.flower.envelope import (
@@ -37,23 +39,15 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.grid import CompressedGrid
-from aqg.flower.journal import Journal
+from aqg.flower.journal import Journal, RunLogger
 from aqg.flower.models import ServerModel, is_module, make_model
 from aqg.flower.reports import Accounts
 from aqg.flower.settings import KEYS, Settings, read_settings
+from aqg.protocol.mirrors import fingerprint
 from aqg.runs.directory import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     import torch
-    from flwr.app import Context
-    from flwr.serverapp import Grid
-
-    from aqg.channel.tensors import Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-    from aqg.flower.journal import RunLogger
 
     Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
@@ -111,7 +105,6 @@ class AQG(Strategy):
         settings: as they are.
         final: the final model, as ``evaluate`` is given it; None before the end of a run.
         results: what ``summary.json`` holds; empty before the end of a run.
-
     """
 
     def __init__(
@@ -161,7 +154,6 @@ class AQG(Strategy):
             run_config: Flower's, with names in hyphens.
             defaults: values for keys that it does not have.
             options: of `AQG`; they come first.
-
         """
         given = {name: value for name, value in options.items() if value is not None}
         return AQG(**{**asdict(read_settings(run_config, defaults)), **given})
@@ -193,7 +185,6 @@ class AQG(Strategy):
         The results have the rounds of this start; those before a restart are in ``run_dir``; in
         ``traffic`` they have the bytes of each node. Where steps adapt, the final model, and what
         the server measures, is the mean over the last ones.
-
         """
         given = {"rounds": num_rounds, "round_timeout": timeout}
         changes: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
@@ -239,9 +230,9 @@ class AQG(Strategy):
         told = ConfigRecord({**config, ROUND: server_round})
         if (number - 1) % settings.eval_every:
             told["measure"] = False
-        asked = [client for client in run.roster.present if not away[client]]
-        messages = self._messages(run, asked, arrays, told, "train")
-        self._sent = dict(zip(asked, messages, strict=True))
+        sampled = [client for client in run.roster.present if not away[client]]
+        messages = self._messages(run, sampled, arrays, told, "train")
+        self._sent = dict(zip(sampled, messages, strict=True))
         return messages
 
     def aggregate_train(
@@ -252,7 +243,7 @@ class AQG(Strategy):
         answered = {reply.metadata.reply_to_message_id: reply for reply in replies}
         found, taken = dict[int, dict[str, float]](), run.channel.taken
         for client, message in self._sent.items():
-            metrics = run.accounts.hear(client, answered.get(message.metadata.message_id))
+            metrics = run.accounts.read(client, answered.get(message.metadata.message_id))
             if metrics is not None and client in taken:
                 run.roster.num_samples[client] = metrics.get(EXAMPLES, 0.0)
                 found[client] = metrics
@@ -340,11 +331,12 @@ class AQG(Strategy):
             settings.dropout,
             training.num_sampled(settings.num_clients) / settings.num_clients,
         )
-        schema, seed = model.schema, settings.seed
+        tensors = model.schema.fingerprint
+        about = len(model.schema.specs), "float32", settings.seed, tensors
         journal.open(
             settings.terms
             | {
-                "model": agreement(recipe, len(schema.specs), "float32", seed, schema).hex(),
+                "model": fingerprint(recipe, *about).hex(),
                 "downlink": describe_downlink(downlink),
                 "step": ":".join([rule.name, *(f"{n}={v:g}" for n, v in asdict(rule).items())]),
             }
@@ -494,7 +486,6 @@ def make_server_app(
     final and its best model there (see `aqg.load_model`), under the module's own names; a vector
     without a module is one tensor called ``parameters``. Where the directory holds a checkpoint,
     the run goes on from there.
-
     """
     app = ServerApp()
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from aqg.channel.tensors import Tensor, Values, unflatten
 from aqg.channel.tensors import flatten as flatten_tensors
-from aqg.channel.tensors import unflatten
+from aqg.core.recipe import Recipe
+from aqg.core.types import FloatArray
 from aqg.errors import AqgError, ConfigError, DataError, GradientError
 from aqg.flower.envelope import (
     EVALUATED,
@@ -31,16 +34,9 @@ from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.training import LocalTraining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
-    from flwr.app import Context
     from flwr.clientapp.typing import Mod
 
-    from aqg.channel.tensors import Tensor, Values
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
     from aqg.objectives.base import Objective
     from aqg.objectives.module import ModuleObjective
 
@@ -152,7 +148,6 @@ class FlowerTask:
             Otherwise the default recipe measures how much of it is noise.
         model: the module that is trained, where there is one: which of its tensors travel, and
             its statistics.
-
     """
 
     train: Train
@@ -243,7 +238,6 @@ class FlowerTask:
 
         The upload is the pseudo-gradient ``θ - θ_local``. With ``alpha`` at its default ``1/M`` the
         server's step is federated averaging. Give `make_server_app` the same module and options.
-
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
@@ -321,7 +315,6 @@ def make_client_app(
     The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
     node's process; a client that has lost it starts again from zero. At the start of a run,
     memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
-
     """
     tasks: OrderedDict[tuple[int, int], FlowerTask] = OrderedDict()
 

@@ -23,7 +23,7 @@ IGNORED = -100
 _RESERVED = ("loss", "residual")
 
 
-class DoesNotApply(ConfigError):  # noqa: N818  (a reason, of which a default makes a silence)
+class DoesNotApply(ConfigError):  # noqa: N818  (a reason, which a default leaves out)
     """A metric makes no sense for these outputs and targets."""
 
 

@@ -30,6 +30,7 @@ from aqg.protocol.messages import (
 )
 from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
+    NO_LAYOUT,
     Base,
     ClientMirror,
     answer,
@@ -175,16 +176,23 @@ def _updated(train: Train, params: FloatArray, order: Order) -> tuple[float, Flo
     return float(loss), update.astype(order.dtype, copy=False)
 
 
-def agree(order: Order, recipe: Recipe | None) -> Recipe:
-    """Return the recipe, after checking that both sides mean the same."""
+def agree(
+    order: Order, recipe: Recipe | None, layout: bytes = NO_LAYOUT, versions: str = ""
+) -> Recipe:
+    """Return the recipe, after checking that both sides mean the same.
+
+    ``recipe`` takes the place of the one that the server names, ``layout`` is the digest of a
+    model's tensors, and ``versions`` is added to the error.
+    """
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")
     chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
     chosen = chosen.for_updates(order.updates)
-    if fingerprint(chosen, order.num_params, order.dtype, order.seed) != order.fingerprint:
+    terms = order.num_params, order.dtype, order.seed
+    if fingerprint(chosen, *terms, layout) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: this client has "
-            f"{chosen!r}; both need the same version of aqg and the same recipe"
+            f"{chosen!r}{versions}; both need the same version of aqg and the same recipe"
         )
     return chosen
 

@@ -45,6 +45,11 @@ def start_digest(parameters: FloatArray) -> bytes:
     return digest.digest()
 
 
+def xor(one: bytes, other: bytes) -> bytes:
+    """Return two digests in one."""
+    return bytes(a ^ b for a, b in zip(one, other, strict=True))
+
+
 def is_zero(vector: NDArray[Any]) -> bool:
     """Tell whether all bits of a vector are zero.
 

@@ -10,7 +10,6 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 """
 
 import struct
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -19,7 +18,7 @@ from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.follower import Holding, Parcel
-from aqg.wire.varint import Reader, write_part, write_varint
+from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part, write_varint, write_zigzag
 
 NO_STATE = bytes(STATE_DIGEST_BYTES)
 """Stands for the digest of a state where there is none."""
@@ -179,7 +178,6 @@ _Message = TypeVar("_Message", Order, Reply)
 NO_TERMS = "the terms of the run are not known here"
 """Why a client is lost that cannot read an order without terms."""
 
-_CRC_BYTES = 4
 _HEAD = ("incarnation", "round")
 _TERMS = (
     *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
@@ -260,8 +258,7 @@ def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> byte
     rest = b"".join(_field(types, name)[0](_told(message, name)) for name in told)
     payload: bytes = getattr(message, form.payload)
     body += head + rest + payload
-    key = zlib.crc32(terms) if is_short else 0
-    return body + zlib.crc32(body, key).to_bytes(_CRC_BYTES, "little")
+    return seal(body, terms if is_short else b"")
 
 
 def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
@@ -275,9 +272,8 @@ def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
         _check(Order, data)
         return _read(Order, body, None)
     types = get_type_hints(Order)
-    crc = int.from_bytes(data[-_CRC_BYTES:], "little")
     for order in known:
-        if zlib.crc32(body, zlib.crc32(_write(order, _TERMS, types))) == crc:
+        if seal(body, _write(order, _TERMS, types)) == data:
             return _read(Order, body, order)
     reader = _reader(Order, body)
     reader.varint()
@@ -305,10 +301,7 @@ def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
 def _told(message: Order | Reply, name: str) -> Any:
     """Return a field as it is written: the round held less that of the order, mostly 0."""
     value = getattr(message, name)
-    if name != "held_round":
-        return value
-    ahead = message.round - value
-    return 0 if value == message.round else 2 * ahead if ahead > 0 else -2 * ahead - 1
+    return message.round - value if name == "held_round" else value
 
 
 def _is_equal(value: Any, default: Any) -> bool:
@@ -324,22 +317,24 @@ def _field(
 ) -> tuple[Callable[[Any], bytes], Callable[[Reader], Any]]:
     if name in _STATES:
         return (lambda value: value), _read_state
+    if name == "held_round":
+        return write_zigzag, Reader.zigzag
     return _WRITERS[types[name]], _READERS[types[name]]
 
 
 def _open(kind: type[Any], data: bytes, is_checked: bool = True) -> tuple[bytes, bool]:
     form, name = _FORMS[kind], kind.__name__.lower()
-    if len(data) <= _CRC_BYTES:
+    if len(data) <= CRC_BYTES:
         raise WireError(f"{len(data)} bytes are too few for an {name} or a reply")
     if data[0] not in (form.full, form.short):
         raise WireError(f"byte {data[0]:#04x} does not begin the {name} of this version of aqg")
     if is_checked:
         _check(kind, data)
-    return data[:-_CRC_BYTES], data[0] == form.short
+    return data[:-CRC_BYTES], data[0] == form.short
 
 
 def _check(kind: type[Any], data: bytes) -> None:
-    if zlib.crc32(data[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "little") != data[-_CRC_BYTES:]:
+    if seal(data[:-CRC_BYTES]) != data:
         raise WireError(f"the checksum of the {kind.__name__.lower()} is wrong: it is damaged")
 
 
@@ -362,8 +357,7 @@ def _read(kind: type[_Message], body: bytes, known: Order | Stamp | None) -> _Me
         if which >> place & 1:
             values[name] = _field(types, name)[1](reader)
     if kind is Reply:
-        code = values["held_round"]
-        values["held_round"] = values["round"] - (code // 2 if code % 2 == 0 else -(code + 1) // 2)
+        values["held_round"] = values["round"] - values["held_round"]
     values[form.payload] = reader.rest().tobytes()
     return kind(**values)
 

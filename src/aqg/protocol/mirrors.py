@@ -21,29 +21,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.messages import Message, Skip
+from aqg.core.messages import Message, Skip, Upload
 from aqg.core.recipe import Recipe
 from aqg.core.round import ClientState, init_client, respond
 from aqg.core.server import Peer
 from aqg.core.track import Track, follow, init_mirrors
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
+from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, xor
 from aqg.protocol.follower import Holding
 from aqg.protocol.messages import MAX_FAULT_LENGTH, Order, Reply, Stamp
 from aqg.wire import decode, encode, known
 
 PROTOCOL_VERSION = 1
+NO_LAYOUT = bytes(DIGEST_BYTES)
 EPOCH_DRAWS = 2**32
 """How many epochs a client that starts again chooses from, beginning with the server's next."""
 _FRAME_MARGIN = 1024
 """More than any frame needs around its payload."""
 
 
-def fingerprint(recipe: Recipe, num_params: int, dtype: str, seed: int) -> bytes:
-    """Return a digest of everything both sides must have alike before they can talk."""
+def fingerprint(
+    recipe: Recipe, num_params: int, dtype: str, seed: int, layout: bytes = NO_LAYOUT
+) -> bytes:
+    """Return a digest of everything both sides must have alike, one of the tensors included."""
     text = f"{PROTOCOL_VERSION}|{recipe!r}|{num_params}|{dtype}|{seed}"
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+    return xor(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest(), layout)
 
 
 def max_frame_bytes(num_params: int) -> int:
@@ -245,11 +248,11 @@ def take_reply(
     return peer, message
 
 
-def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray:
+def update_of(recipe: Recipe, peer: Peer, message: Message, num_params: int) -> FloatArray | Upload:
     """Return the update that a reply stands for: what was sent, or the mirror."""
     mirror = peer.track.position
     if recipe.memory.keeps_mirror:
         return mirror[0]
     if isinstance(message, Skip):
         return np.zeros(num_params, mirror.dtype)
-    return message.values(mirror.dtype.type)
+    return message if isinstance(message, Upload) else message.values(mirror.dtype.type)

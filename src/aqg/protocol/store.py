@@ -14,10 +14,10 @@ import shutil
 import time
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from aqg.protocol.messages import Stamp
 from aqg.protocol.mirrors import ClientMirror, Snapshot
 
 Vector = NDArray[Any]
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -188,20 +189,43 @@ class ArrayStore:
         return Public(int(row["round"]), track, history, quantum, row["mark"])
 
 
-class ClientStore:
-    """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
-
-    Both are part of one index, so that they change together. Vectors of a public model are written
-    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
-
-    A memory under another key, which names the run and what both sides agreed on, is not found.
-    """
+class KeyedStore:
+    """Reads and writes what lies in a vault under a key; under another one it is not found."""
 
     def __init__(self, vault: Vault, key: str) -> None:
         self._vault = vault
         self._key = key
         self._arrays = ArrayStore(vault)
-        self._index: dict[str, Any] = self._read_index()
+
+    def _read_index(self) -> dict[str, Any]:
+        """Return the index, without any entry where there is none of this key."""
+        index: dict[str, Any] = json.loads(self._vault.read_index() or "{}")
+        return index if index.get("key") == self._key else {}
+
+    def _readable(self, what: str, read: Callable[[], Found]) -> Found | None:
+        """Return what is read; None, with a warning, where it is damaged."""
+        try:
+            return read()
+        except (RunError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _logger.warning("the client's %s cannot be used: %r", what, error)
+            return None
+
+
+class ClientStore(KeyedStore):
+    """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
+
+    Both are part of one index, so that they change together. Vectors of a public model are written
+    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
+
+    The key names the run and what both sides agreed on. Where something cannot be read, the server
+    finds out from the stamp or the reply: both sides start again from zero, or it sends a snapshot.
+    """
+
+    def __init__(self, vault: Vault, key: str) -> None:
+        super().__init__(vault, key)
+        empty = dict.fromkeys(("current", "before", "public", "reply"))
+        self._index: dict[str, Any] = {"key": key, "answered": [0, 0], **empty}
+        self._index |= self._readable("saved state", self._read_index) or {}
         self._arrays.reserve(self._index)
 
     @property
@@ -214,27 +238,25 @@ class ClientStore:
         index = self._index
         if index["current"] is None:
             return None
-        try:
+
+        def read() -> ClientMirror:
             current = self._read(index["current"])
             before = None if index["before"] is None else self._read(index["before"])
             return ClientMirror(current, before, self.answered)
-        except _UNREADABLE as error:
-            # The server finds out from the stamp, and both sides start again from zero.
-            _logger.warning("the client's saved state cannot be used: %r", error)
-            return None
+
+        return self._readable("saved state", read)
 
     def load_public(self) -> Public | None:
         """Return the public model; None where there is none, or none that can be read."""
         row = self._index["public"]
         if row is None:
             return None
-        try:
+
+        def read() -> Public:
             public = self._arrays.read_public(row)
             return public if isinstance(self._vault, MemoryVault) else public.marked()
-        except _UNREADABLE as error:
-            # The server finds out from the reply, and sends a snapshot.
-            _logger.warning("the client's saved model cannot be used: %r", error)
-            return None
+
+        return self._readable("saved model", read)
 
     def put_public(self, public: Public) -> None:
         """Write the vectors of a public model, which takes its place with the next `save`."""
@@ -243,11 +265,9 @@ class ClientStore:
     def last_reply(self) -> bytes:
         """Return the reply that was saved with the mirror; empty where there is none."""
         row = self._index["reply"]
-        try:
-            return b"" if row is None else self._arrays.read(row).tobytes()
-        except _UNREADABLE as error:
-            _logger.warning("the client's last reply cannot be used: %r", error)
+        if row is None:
             return b""
+        return self._readable("last reply", lambda: self._arrays.read(row).tobytes()) or b""
 
     def save(self, mirror: ClientMirror | None = None, reply: bytes = b"") -> None:
         """Commit the memory, whole or not at all; without a mirror, that of before stays.
@@ -269,53 +289,29 @@ class ClientStore:
         self._arrays.commit(self._index)
 
     def _read_index(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {
-            "key": self._key,
-            "answered": [0, 0],
-            "current": None,
-            "before": None,
-            "public": None,
-            "reply": None,
-        }
-        try:
-            text = self._vault.read_index()
-            if text is None:
-                return empty
-            index = json.loads(text)
-            if index["key"] != self._key:
-                return empty
+        index = super()._read_index()
+        if index:
             incarnation, round_number = index["answered"]
-            return {**empty, **index, "answered": [int(incarnation), int(round_number)]}
-        except _UNREADABLE as error:
-            _logger.warning("the client's saved state cannot be used: %r", error)
-            return empty
+            index["answered"] = [int(incarnation), int(round_number)]
+        return index
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}
         state = from_arrays(Clients, arrays)
         stamp = Stamp(int(row["epoch"]), int(row["uploads"]), bytes.fromhex(row["digest"]))
         snapshot = Snapshot(state, bytes.fromhex(row["lineage"]), stamp)
-        for name, array in _arrays_of(snapshot).items():
+        for name, array in to_arrays(state).items():
             self._arrays.remember(row["arrays"][name], array)
         return snapshot
 
     def _write(self, snapshot: Snapshot) -> dict[str, Any]:
         return {
-            "arrays": {
-                name: self._arrays.write(array) for name, array in _arrays_of(snapshot).items()
-            },
+            "arrays": {n: self._arrays.write(a) for n, a in to_arrays(snapshot.state).items()},
             "lineage": snapshot.lineage.hex(),
             "epoch": snapshot.stamp.epoch,
             "uploads": snapshot.stamp.uploads,
             "digest": snapshot.stamp.digest.hex(),
         }
-
-
-_UNREADABLE = (RunError, ValueError, KeyError, TypeError, AttributeError)
-
-
-def _arrays_of(snapshot: Snapshot) -> dict[str, Vector]:
-    return to_arrays(snapshot.state)
 
 
 def _numbers_in(index: Any) -> set[int]:

@@ -250,12 +250,12 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
         per_bin = np.add.reduceat(values, edges[:-1], axis=0)
         return np.add.reduceat(per_bin, client_edges[:-1], axis=1).T
 
-    spoke = widths > 0
+    sent = widths > 0
     return Activity(
         edges,
         client_edges,
-        uploads=total(spoke.astype(np.int64)),
-        bits=total(np.where(spoke, widths, 0).astype(np.int64)),
+        uploads=total(sent.astype(np.int64)),
+        bits=total(np.where(sent, widths, 0).astype(np.int64)),
         away=total((widths == DROPPED).astype(np.int64)),
     )
 

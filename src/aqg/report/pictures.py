@@ -34,7 +34,7 @@ _COLUMNS = 400
 _ROWS = 200
 _OTHER_PICTURES = ("loss", "widths", "clients")
 _AWAY = "#f6c993"
-_SILENT = "#f4f2ed"
+_SKIPPED = "#f4f2ed"
 
 
 def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
@@ -189,7 +189,7 @@ def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
         )
         panel.set_ylabel("client", fontsize=8)
     patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
-    patches += [Patch(color=_SILENT, label="skipped"), Patch(color=_AWAY, label="dropped out")]
+    patches += [Patch(color=_SKIPPED, label="skipped"), Patch(color=_AWAY, label="dropped out")]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return png(figure)
 
@@ -207,7 +207,7 @@ def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
         [np.interp(mean_bits, widths, shades[:, channel]) for channel in range(3)], axis=-1
     )
     away_share = (activity.away / chances)[..., None]
-    quiet = (1 - away_share) * np.array(to_rgb(_SILENT)) + away_share * np.array(to_rgb(_AWAY))
+    quiet = (1 - away_share) * np.array(to_rgb(_SKIPPED)) + away_share * np.array(to_rgb(_AWAY))
     strength = np.sqrt(activity.uploads / np.maximum(chances - activity.away, 1))
     strength = np.where(activity.uploads > 0, np.clip(strength, 0.22, 1), 0)[..., None]
     image: NDArray[np.float64] = quiet * (1 - strength) + color * strength

@@ -8,8 +8,8 @@ worker died is tried again where the place says so.
 
 `Processes` are the place on this machine. A task that fails, or takes its process down with it,
 costs nothing but itself: every process has a pipe of its own, so a killed one leaves no lock
-behind, and the next task gets a new process. Processes do not hear Ctrl-C: a terminal sends it to
-all, and only the executor shall decide what it means. They are asked to stop through their pipes.
+behind, and the next task gets a new process. Processes ignore Ctrl-C: a terminal sends it to all,
+and only the executor shall decide what it means. They are asked to stop through their pipes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interrupted(Exception):  # noqa: N818  (not an error: the user asked for i
 
 @dataclass(frozen=True)
 class Contact:
-    """What a task says to the executor while it runs, and what it hears; by default nothing.
+    """What a task says to the executor while it runs, and what it is told; by default nothing.
 
     Where ``is_stop_asked``, the task should save and raise `Interrupted`. It says that it has
     ``saved`` when the files of its run are such that it can go on from them.

@@ -71,9 +71,9 @@ def write_part(payload: bytes) -> bytes:
 CRC_BYTES = 4
 
 
-def seal(body: bytes) -> bytes:
-    """Return a body with its CRC-32 behind it."""
-    return body + struct.pack("<I", zlib.crc32(body))
+def seal(body: bytes, known: bytes = b"") -> bytes:
+    """Return a body with its CRC-32 behind it, which may begin with what the reader knows."""
+    return body + struct.pack("<I", zlib.crc32(body, zlib.crc32(known)))
 
 
 class Reader:
