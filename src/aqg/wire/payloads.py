@@ -255,10 +255,14 @@ def rice_parameter(length: int, count: int) -> int:
 def encode_gaps(upload: Upload, places: IntArray) -> bytes:
     count, length = len(places), len(upload)
     gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(length, count)
-    num_bits = int((gaps >> parameter).sum()) + count * (parameter + 2)
-    bits = np.zeros((num_bits + 7) // 8, np.uint8)
-    _write(bits, gaps, upload.levels[places] == POSITIVE, parameter)
-    return write_varint(count) + bits.tobytes()
+    # Of each: the gap over 2^p in unary, which a zero ends, its last p bits, and the sign.
+    signs = np.cumsum((gaps >> parameter) + parameter + 2) - 1
+    bits = np.ones(signs[-1] + 1 if count else 0, np.bool_)
+    bits[signs - parameter - 1] = False
+    for shift in range(parameter):
+        bits[signs - parameter + shift] = gaps >> shift & 1
+    bits[signs] = upload.levels[places] == POSITIVE
+    return write_varint(count) + np.packbits(bits, bitorder="little").tobytes()
 
 
 def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
@@ -275,26 +279,6 @@ def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
     if padding >= 8 or (padding and int(bits[-1]) >> (8 - padding)):
         raise WireError(f"{padding} bits follow the last level; below 8, all zero, may")
     return levels
-
-
-@njit()
-def _write(
-    bits: NDArray[np.uint8], gaps: IntArray, is_positive: NDArray[np.bool_], parameter: int
-) -> None:
-    position = 0
-    for index in range(len(gaps)):
-        gap = gaps[index]
-        for _ in range(gap >> parameter):
-            bits[position >> 3] |= np.uint8(1 << (position & 7))
-            position += 1
-        position += 1
-        for shift in range(parameter):
-            if (gap >> shift) & 1:
-                bits[position >> 3] |= np.uint8(1 << (position & 7))
-            position += 1
-        if is_positive[index]:
-            bits[position >> 3] |= np.uint8(1 << (position & 7))
-        position += 1
 
 
 @njit()

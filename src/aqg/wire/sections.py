@@ -264,7 +264,6 @@ def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Pl
 
 
 def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:
-    """Undo `split_bytes`."""
     numbers = planes[-1].astype(kind)
     for plane in planes[-2::-1]:
         numbers <<= kind(8)
