@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.report.curves import (
     LOSSES,
@@ -51,8 +50,9 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     if shown:
         widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
         colors = _width_colors(widths)
-        pictures["widths.png"] = _draw_widths(shown, colors)
-        pictures["clients.png"] = _draw_clients(shown, colors)
+        pictures["widths.png"] = _draw_groups(shown, 2.2, colors, _draw_widths, {})
+        quiet = {"skipped": _SILENT, "dropped out": _AWAY}
+        pictures["clients.png"] = _draw_groups(shown, 2.4, colors, _draw_clients, quiet)
     return pictures
 
 
@@ -148,53 +148,41 @@ def grid(count: int, width: float, height: float, margin: float) -> tuple[Figure
     return figure, panels[:count]
 
 
-def _panels(groups: Sequence[Group], height: float) -> tuple[Figure, list[Axes]]:
+def _draw_groups(
+    groups: Sequence[Group],
+    height: float,
+    colors: dict[int, str],
+    draw: Callable[[Axes, Run, dict[int, str]], None],
+    more: dict[str, str],
+) -> bytes:
+    """Draw the first run of each group; colors are by width, and ``more`` by name."""
+    from matplotlib.patches import Patch
+
     figure, panels = grid(len(groups), 4.4, height, 1)
     for panel, group in zip(panels, groups, strict=True):
         panel.set_title(group.label, fontsize=9, loc="left")
         panel.set_xlabel("round", fontsize=8)
         panel.tick_params(labelsize=8)
-    return figure, panels
-
-
-def _draw_widths(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
-    from matplotlib.patches import Patch
-
-    figure, panels = _panels(groups, 2.2)
-    for panel, group in zip(panels, groups, strict=False):
-        run = group.runs[0]
-        histogram = count_widths(run.widths, _BINS)
-        base = np.zeros(len(histogram.edges) - 1)
-        edges = histogram.edges + run.rounds[0]
-        for width, counts in zip(histogram.widths, histogram.counts, strict=True):
-            top = base + counts / np.diff(histogram.edges)
-            panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
-            base = top
-        panel.set_ylabel("uploads per round", fontsize=8)
-        tidy(panel)
-    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
+        draw(panel, group.runs[0], colors)
+    names = {"1 bit" if width == 1 else f"{width} bits": c for width, c in colors.items()} | more
+    patches = [Patch(color=color, label=name) for name, color in names.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return png(figure)
 
 
-def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
-    from matplotlib.patches import Patch
-
-    figure, panels = _panels(groups, 2.4)
-    for panel, group in zip(panels, groups, strict=False):
-        run = group.runs[0]
-        extent = (run.rounds[0], run.rounds[-1] + 1, run.widths.shape[1] - 0.5, -0.5)
-        panel.imshow(
-            _client_image(run, colors), aspect="auto", extent=extent, interpolation="nearest"
-        )
-        panel.set_ylabel("client", fontsize=8)
-    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
-    patches += [Patch(color=_SILENT, label="skipped"), Patch(color=_AWAY, label="dropped out")]
-    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
-    return png(figure)
+def _draw_widths(panel: Axes, run: Run, colors: dict[int, str]) -> None:
+    histogram = count_widths(run.widths, _BINS)
+    base = np.zeros(len(histogram.edges) - 1)
+    edges = histogram.edges + run.rounds[0]
+    for width, counts in zip(histogram.widths, histogram.counts, strict=True):
+        top = base + counts / np.diff(histogram.edges)
+        panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
+        base = top
+    panel.set_ylabel("uploads per round", fontsize=8)
+    tidy(panel)
 
 
-def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
+def _draw_clients(panel: Axes, run: Run, colors: dict[int, str]) -> None:
     """Paint clients × bins of rounds: color for the bits of an upload, strength for how often."""
     from matplotlib.colors import to_rgb
 
@@ -210,8 +198,10 @@ def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
     quiet = (1 - away_share) * np.array(to_rgb(_SILENT)) + away_share * np.array(to_rgb(_AWAY))
     strength = np.sqrt(activity.uploads / np.maximum(chances - activity.away, 1))
     strength = np.where(activity.uploads > 0, np.clip(strength, 0.22, 1), 0)[..., None]
-    image: NDArray[np.float64] = quiet * (1 - strength) + color * strength
-    return image
+    image = quiet * (1 - strength) + color * strength
+    extent = (run.rounds[0], run.rounds[-1] + 1, run.widths.shape[1] - 0.5, -0.5)
+    panel.imshow(image, aspect="auto", extent=extent, interpolation="nearest")
+    panel.set_ylabel("client", fontsize=8)
 
 
 def _width_colors(widths: Sequence[int]) -> dict[int, str]:
@@ -222,7 +212,3 @@ def _width_colors(widths: Sequence[int]) -> dict[int, str]:
     last = max(len(widths) - 1, 1)
     places = [0.6] if len(widths) == 1 else [rank / last for rank in range(len(widths))]
     return {width: to_hex(ramp(place)) for width, place in zip(widths, places, strict=True)}
-
-
-def _bits(width: int) -> str:
-    return "1 bit" if width == 1 else f"{width} bits"

@@ -163,16 +163,13 @@ def _group(
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
     """Return what a page says of a metric: its title, and how numbers are written."""
-    known = curves.describe_metric(name, runs)
-    words = name.replace("_", " ")
-    is_higher = known.get("higher_is_better")
-    better = "" if is_higher is None else "higher" if is_higher else "lower"
+    known, words = curves.described(name, runs), name.replace("_", " ")
     return {
         "key": f"test_{name}",
         "name": words,
         "title": f"test {words}",
-        "format": "percent" if known.get("percent") else "number",
-        "better": better,
+        "format": "percent" if known.is_percent else "number",
+        "better": {None: "", True: "higher", False: "lower"}[known.higher_is_better],
     }
 
 
