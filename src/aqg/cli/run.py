@@ -33,14 +33,7 @@ from aqg.report.pictures import draw_comparison
 from aqg.report.runs import compare as group_runs
 from aqg.report.runs import read_runs
 from aqg.runs import loop
-from aqg.runs.config import (
-    RunConfig,
-    guard_file,
-    named_settings,
-    names_step,
-    resolve,
-    to_toml,
-)
+from aqg.runs.config import RunConfig, guard_file, named_settings, names_step, resolve, to_toml
 from aqg.runs.directory import (
     CONFIG,
     ROUNDS,

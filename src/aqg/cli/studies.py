@@ -21,13 +21,7 @@ from aqg.cli.display import DIRECTIONS_NOTE, Overview, say, sweep_table, widen
 from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.runs.config import (
-    RunConfig,
-    located,
-    named_settings,
-    refuse_changes,
-    refuse_unnamed_code,
-)
+from aqg.runs.config import RunConfig, located, named_settings, refuse_changes, refuse_unnamed_code
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked

@@ -90,10 +90,7 @@ def global_constants(problem: Problem, weights: Float64Array) -> Constants | Non
 
 
 def local_curvature(
-    problem: Problem,
-    params: FloatArray,
-    weights: Float64Array,
-    smallest: bool = True,
+    problem: Problem, params: FloatArray, weights: Float64Array, smallest: bool = True
 ) -> Curvature:
     """Estimate the extreme eigenvalues of ``∇²f(θ)``, for any objective.
 

@@ -24,14 +24,7 @@ from aqg.core.types import FloatArray
 from aqg.objectives.base import Objective
 from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
-from aqg.runs.directory import (
-    CHECKPOINT,
-    CONFIG,
-    Line,
-    RunFiles,
-    create_directory,
-    read_config,
-)
+from aqg.runs.directory import CHECKPOINT, CONFIG, Line, RunFiles, create_directory, read_config
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import curve, follow_target, make_simulation
