@@ -241,8 +241,6 @@ def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What to do, and where."""
-
     comparison: contest.Comparison
     part: contest.Comparison  # what to run now
     directory: Path

@@ -20,8 +20,8 @@ from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
-from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
-from aqg.data.datasets import Facts, peek
+from aqg.data import DATASETS, data_directory, parse_partition
+from aqg.data.datasets import Facts, is_dataset_file, peek
 from aqg.errors import ConfigError
 from aqg.models import is_module
 from aqg.runs.directory import read_toml

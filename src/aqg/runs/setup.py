@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
-from aqg.data import Dataset, format_partition_table, load_dataset, parse_partition, partition_table
+from aqg.data import Dataset, load_dataset, parse_partition
+from aqg.data.partitions import format_partition_table, partition_table
 from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective

@@ -165,8 +165,6 @@ class TrialJob(Job):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial."""
-
     trial: Trial
     ending: str  # as in `aqg.runs.stopping`
     curve: Curve  # on the validation set or, without one, of what the target measures
@@ -428,8 +426,8 @@ class ContestPlan(StudyPlan[TrialJob]):
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
     The lock of the directory is held. ``tuned`` are settings that a search found before, for a
-    comparison without one. ``failures`` are trials that ended without an outcome; they are not
-    handed out again, and a search that needs one of them does not go on.
+    comparison without one. Trials in ``failures`` are not handed out again, and a search that needs
+    one of them does not go on.
     """
 
     def __init__(
@@ -469,8 +467,7 @@ class ContestPlan(StudyPlan[TrialJob]):
     def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
         while (trial := self._next_trial()) is not None:
-            config, ceiling = self._config(trial), self._ceiling(trial)
-            job = TrialJob(trial.directory, config, ceiling, trial=trial)
+            job = self._job(trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # it ended at an easier target than today's
                 shutil.rmtree(place, ignore_errors=True)
@@ -500,14 +497,18 @@ class ContestPlan(StudyPlan[TrialJob]):
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def _ceiling(self, trial: Trial) -> float:
-        """Return the bytes of the reference, beyond which a run is of no interest.
+    def _job(self, trial: Trial) -> TrialJob:
+        """Return a trial's run, which ends at the hardest target and the reference's ceiling.
 
-        Federated averaging itself is not stopped for its bytes, and neither is ours.
+        Federated averaging itself is not stopped so, and neither is ours.
         """
+        task, target, ceiling = self._task_of(trial), None, math.inf
         reference = self._findings.references.get((trial.task, trial.seed))
-        is_free = trial.recipe == FEDAVG or is_ours(trial.recipe, self._task_of(trial))
-        return math.inf if reference is None or is_free else reference.ceiling
+        if reference is not None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
+            ceiling = reference.ceiling
+            target = reference.hardest if task.goal.target is None else None
+        config = make_config(trial, task, target, self._comparison.downlink, self._device)
+        return TrialJob(trial.directory, config, ceiling, trial=trial)
 
     def _task_of(self, trial: Trial) -> Task:
         return next(task for task in self._comparison.tasks if task.name == trial.task)
@@ -521,12 +522,6 @@ class ContestPlan(StudyPlan[TrialJob]):
         """Return what is pending, but for runs that were made just now: none is made twice."""
         found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
         return [trial for trial in found[0] if trial not in self._made], found[1]
-
-    def _config(self, trial: Trial) -> RunConfig:
-        task, target = self._task_of(trial), None
-        if task.goal.target is None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
-            target = self._findings.references[task.name, trial.seed].hardest
-        return make_config(trial, task, target, self._comparison.downlink, self._device)
 
     def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
         outcome = Outcome.of_run(trial, summary, seconds)

@@ -56,9 +56,7 @@ class Cell:
     is_partial: bool = False  # runs are missing
     same_as: str | None = None  # an earlier recipe whose runs were the same, to the byte
     level: float | None = None  # the mean plateau, where all runs went to the last round
-    plateau: measure.Mean | None = (
-        None  # points above federated averaging's, by seed; of losses percent
-    )
+    plateau: measure.Mean | None = None  # points above federated averaging's; of losses percent
     versus: measure.Mean | None = None  # its bytes over those of `auto`, by seed
     num_settings: int = 1  # that were tried on seed 0
     rounds: float | None = None  # the mean of those until the target
@@ -314,16 +312,7 @@ def plateau_text(cell: Cell, goal: measure.Goal) -> str:
     """Write federated averaging's plateau, and others as points above it."""
     if cell.recipe == FEDAVG:
         return "" if cell.level is None else _value(cell.level, goal)
-    return "" if cell.plateau is None else _with_interval(cell.plateau, format_points)
-
-
-def format_points(points: float) -> str:
-    """Return points with their sign.
-
-    >>> format_points(0.26), format_points(-1.0)
-    ('+0.3', '-1.0')
-    """
-    return f"{points:+.1f}"
+    return "" if cell.plateau is None else _with_interval(cell.plateau, "{:+.1f}".format)
 
 
 def versus_text(cell: Cell) -> str:
@@ -371,7 +360,7 @@ def _short(cell: Cell | None, goal: measure.Goal) -> str:
         return f"{level}{format_bytes(cell.cost.value)}{mark}"
     text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
     if cell.plateau is not None and cell.goal == measure.PLATEAU:
-        text += f", {format_points(cell.plateau.value)}"
+        text += f", {cell.plateau.value:+.1f}"
     if cell.num_reached < cell.num_seeds:
         text += f" ({cell.num_reached}/{cell.num_seeds})"
     return (f"**{text}**" if cell.is_swap_in else text) + mark
@@ -409,11 +398,8 @@ def _all_goals(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
         "As above, until shares of federated averaging's plateau are reached, and the plateau less "
         "one point, with the setting that is best for the latter."
     )
-    header = (
-        "task",
-        "recipe",
-        *(name.replace(measure.PLATEAU, "plateau − 1 point") for name in names),
-    )
+    goals = (name.replace(measure.PLATEAU, "plateau − 1 point") for name in names)
+    header = ("task", "recipe", *goals)
     return Table("swap-in-goals", "Several goals", note, header, tuple(rows), 2)
 
 
