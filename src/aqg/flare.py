@@ -21,33 +21,27 @@ import json
 import secrets
 import shutil
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_copy
 from nvflare.job_config.defs import FilterType
 
 from aqg import __version__
-from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
-from aqg.channel.server import Channel
+from aqg.channel.client import Held, Memory, OutOfReachError, receive, reply_to
+from aqg.channel.server import Channel, Phase
 from aqg.channel.settings import make_settings
+from aqg.channel.tensors import Tensor, Values
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.store import DirectoryVault
 from aqg.weights import as_numpy, read_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from nvflare.apis.fl_context import FLContext
-
-    from aqg.channel.client import Held
-    from aqg.channel.server import Phase
-    from aqg.channel.tensors import Tensor, Values
 
 _PART, _WHOLE, _KIND, _VERSION, _TORCH = "aqg", "whole", "kind", "version", "torch"
 """What data in place of a model hold: the frame; what kind of data it was; and where the model is
@@ -162,16 +156,8 @@ class ServerFilter(_ModelFilter):
             end.up = end.down = 0  # the other half of the filter need not say it again
 
     def _settings(self) -> Any:
-        return make_settings(
-            self.recipe,
-            bits=self.bits,
-            max_staleness=self.max_staleness,
-            include=self.include,
-            exclude=self.exclude,
-            downlink=self.downlink,
-            seed=self.seed,
-            start=self.start,
-        )
+        names = ("bits", "max_staleness", "include", "exclude", "downlink", "seed", "start")
+        return make_settings(self.recipe, **{name: getattr(self, name) for name in names})
 
     def _make_end(self, fl_ctx: FLContext) -> _Server:  # noqa: ARG002
         return _Server(self)
@@ -265,7 +251,6 @@ class _Server:
             self._own.log_error(fl_ctx, f"aqg: the model is not sent: {self._channel.fault}")
 
     def result(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
-        """Return the weights that a client's reply stands for."""
         name = fl_ctx.get_peer_context().get_identity_name()
         node = self._nodes.get(name, -1)
         phase = self._open.pop(node, None)
@@ -315,15 +300,12 @@ class _Client:
         self._held: Held | None = None
 
     def _first(self) -> Values | None:
-        """Return the site's own first model."""
         return _arrays(read_tensors(Path(self._own.first))) if self._own.first else None
 
     def announce(self, fl_ctx: FLContext) -> None:
-        """Let the server know which model is held."""
         fl_ctx.set_prop(_HELD, self._memory.held(), private=False, sticky=True)
 
     def task_data(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
-        """Return the model of an order."""
         self._held = None
         if dxo.data_kind != DataKind.APP_DEFINED or _PART not in dxo.data:
             return None
@@ -379,7 +361,6 @@ class _Memory(Memory):
         return self._note.read_text() if self._note.exists() else ""
 
     def torch_types(self) -> dict[str, str]:
-        """Return the types of tensors of the model that are torch's."""
         return dict(json.loads(self._types.read_text())) if self._types.exists() else {}
 
     def note(self, held: Held, types: Mapping[str, str] | None) -> None:
@@ -394,7 +375,6 @@ class _Memory(Memory):
         self._note.write_text(f"{run} {held.order.round}")
 
     def forget(self) -> None:
-        """Forget the model."""
         self._note.unlink(missing_ok=True)
 
 
@@ -414,15 +394,11 @@ def _arrays(data: Mapping[str, Any]) -> Values | None:
 
 def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the types of tensors that are torch's; arrays are left out."""
-    return {
-        name: str(value.dtype).removeprefix("torch.")
-        for name, value in data.items()
-        if not isinstance(value, np.ndarray | np.generic)
-    }
+    tensors = {n: v for n, v in data.items() if not isinstance(v, np.ndarray | np.generic)}
+    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
 
 
 def _like(values: Mapping[str, Tensor], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return arrays, those that have a type of torch's as its tensors."""
     if not types:
         return dict(values)
     import torch

@@ -56,8 +56,6 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A public file and how to know it."""
-
     path: str  # where it lives below the data directory, with forward slashes
     sha256: str  # hex digest of the content, after gzip decompression if ``path`` ends in ``.gz``
     urls: tuple[str, ...]  # where to get it, in the order to try
@@ -169,8 +167,6 @@ NUM_SHARED_FEATURES = 34
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Samples and their labels."""
-
     name: str  # the name it was loaded by
     features: NDArray[Any]  # ``(N, ...)``, floating point, or integers such as token ids
     # ``(N,)``, int64 in ``0..num_classes-1``; or targets of any shape ``(N, ...)``

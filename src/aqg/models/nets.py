@@ -128,9 +128,9 @@ class Transformer(nn.Module):
         self,
         num_tokens: int,
         length: int,
-        width: int,
-        layers: int,
-        heads: int,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 4,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,6 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.spec import in_words
 from aqg.start import settle
 from aqg.weights import check_names, fill_module, read_tensors
-
-if TYPE_CHECKING:
-    from aqg.objectives.optimum import Optimum  # scipy is missing on some machines
 
 _TRIED_SAMPLES = 8
 _CHOSEN, _HELD_OUT, _MOVED = 0xC0DE, 0xFA1D, 0x756C70
@@ -263,7 +260,7 @@ def find_minimum(
         return None
     from aqg.objectives.optimum import cached_optimum, find_optimum  # needs scipy
 
-    def compute() -> Optimum:
+    def compute() -> Any:
         clients = problem.clients
         if config.weighting == "samples":  # weighted so, mean losses make that of all samples
             features, labels = zip(*clients, strict=True)
@@ -315,8 +312,7 @@ def perturb(features: FloatArray, draw: int) -> FloatArray:
         return features
     direction = np.random.default_rng([draw, _MOVED]).integers(-1, 2, features.shape)
     moved = np.nextafter(features, np.copysign(np.inf, direction)).astype(features.dtype)
-    perturbed: FloatArray = np.where((direction == 0) | (features == 0), features, moved)
-    return perturbed
+    return np.where((direction == 0) | (features == 0), features, moved)
 
 
 def hold_out(problem: Problem, share: float, seed: int) -> Problem:
