@@ -50,21 +50,22 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
     check_files(config)
     if config.problem is None:
         dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
-        problem = _held_out(config, make_problem(config, dataset))
-        return problem, describe_clients(config, dataset)
-    problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
-    if problem.num_clients != config.clients:
-        raise ConfigError(
-            f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
-            f"{problem.num_clients}; set clients to that"
-        )
-    sizes = [len(samples.labels) for samples in problem.clients]
-    rows = [{"client": client, "samples": size} for client, size in enumerate(sizes)]
-    return _held_out(config, _started(config, problem)), format_partition_table(rows) + "\n"
-
-
-def _held_out(config: RunConfig, problem: Problem) -> Problem:
-    return hold_out(problem, config.validation, config.seed) if config.validation else problem
+        parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
+        problem, rows = make_problem(config, dataset, parts), partition_table(dataset, parts)
+        if config.partition == "natural":
+            rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
+    else:
+        problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
+        if problem.num_clients != config.clients:
+            raise ConfigError(
+                f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
+                f"{problem.num_clients}; set clients to that"
+            )
+        rows = [{"client": m, "samples": len(s.labels)} for m, s in enumerate(problem.clients)]
+    problem = _started(config, problem)
+    if config.validation:
+        problem = hold_out(problem, config.validation, config.seed)
+    return problem, format_partition_table(rows) + "\n"
 
 
 def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
@@ -85,24 +86,20 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
     )
 
 
-def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
-    dtype = np.dtype(config.dtype)
+def make_problem(
+    config: RunConfig, dataset: Dataset, parts: Sequence[NDArray[np.int64]]
+) -> Problem:
     objective = _make_objective(config, dataset)
-    parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    features = _prepare(config, dataset.features)
-    labels = _prepare_labels(config, dataset.labels)
+    features, labels = _prepare(config, dataset.features, dataset.labels)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
-        test = Samples(
-            _prepare(config, dataset.test_features), _prepare_labels(config, dataset.test_labels)
-        )
-    problem = Problem(
+        test = _prepare(config, dataset.test_features, dataset.test_labels)
+    return Problem(
         objective=objective,
         clients=tuple(Samples(features[part], labels[part]) for part in parts),
-        initial_params=objective.init_params(config.seed).astype(dtype),
+        initial_params=objective.init_params(config.seed).astype(np.dtype(config.dtype)),
         test=test,
     )
-    return _started(config, problem)
 
 
 def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
@@ -127,20 +124,17 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     )
 
 
-def _prepare(config: RunConfig, features: NDArray[Any]) -> NDArray[Any]:
+def _prepare(config: RunConfig, features: NDArray[Any], labels: NDArray[Any]) -> Samples:
     """Give samples the run's precision; modules see them in their own shape, and token ids as such.
 
     Models in closed form take rows of numbers.
     """
     if not is_module(config.model):
-        features = features.reshape(len(features), -1)
-    elif features.dtype.kind != "f":
-        return features
-    return features.astype(config.dtype, copy=False)
-
-
-def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
-    return labels.astype(config.dtype, copy=False) if labels.dtype.kind == "f" else labels
+        features = features.reshape(len(features), -1).astype(config.dtype, copy=False)
+    pair = features, labels
+    return Samples(
+        *(a.astype(config.dtype, copy=False) if a.dtype.kind == "f" else a for a in pair)
+    )
 
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
@@ -234,14 +228,6 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
             f"the target of {config.title}, {goal}, is met before the first round ({start:.4g}); "
             "ask for more"
         )
-
-
-def describe_clients(config: RunConfig, dataset: Dataset) -> str:
-    parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    rows = partition_table(dataset, parts)
-    if config.partition == "natural":
-        rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
-    return format_partition_table(rows) + "\n"
 
 
 def find_minimum(

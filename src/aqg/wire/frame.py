@@ -204,7 +204,7 @@ def encode_levels(
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = payloads.few_places(upload)
-    if places is not None and payloads.is_best(places):
+    if places is not None and len(places) < payloads.LEARNING_COUNT:
         return Mode.GAPS, payloads.encode_gaps(upload, places)
     best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
     if len(upload) <= context.LONGEST:

@@ -80,7 +80,8 @@ def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
         case DenseUpload():
             return _encode_dense(upload, threads)
         case HalfUpload():
-            return Mode.HALF, _encode_half(upload, threads)
+            coded = encode_planes(split_floats(upload.halves), threads)
+            return Mode.HALF, bytes([upload.exponent + EXPONENT_OFFSET]) + coded
         case SparseUpload():
             return Mode.SPARSE, _encode_sparse(upload, threads)
         case RotatedUpload(width=1):
@@ -113,15 +114,6 @@ def _decode_dense(reader: Reader, length: int, _: int | None) -> DenseUpload:
     if reader.left != 4 * length:
         raise WireError(f"{length} float32 values take {4 * length} bytes, not {reader.left}")
     return DenseUpload(reader.array(length, "<f4", "the values").astype(np.float32))
-
-
-def _decode_dense_coded(reader: Reader, length: int, threads: int | None) -> DenseUpload:
-    return DenseUpload(decode_floats(reader.rest(), np.float32, length, threads))
-
-
-def _encode_half(upload: HalfUpload, threads: int | None) -> bytes:
-    coded = encode_planes(split_floats(upload.halves), threads)
-    return bytes([upload.exponent + EXPONENT_OFFSET]) + coded
 
 
 def _decode_half(reader: Reader, length: int, threads: int | None) -> HalfUpload:
@@ -210,7 +202,9 @@ def _decode_turned(reader: Reader, length: int, threads: int | None) -> RotatedU
 
 _DECODERS: dict[Mode, Callable[[Reader, int, int | None], Values]] = {
     Mode.DENSE: _decode_dense,
-    Mode.DENSE_CODED: _decode_dense_coded,
+    Mode.DENSE_CODED: lambda reader, *more: DenseUpload(
+        decode_floats(reader.rest(), np.float32, *more)
+    ),
     Mode.HALF: _decode_half,
     Mode.SPARSE: _decode_sparse,
     Mode.BLOCKS: _decode_blocks,
@@ -224,7 +218,7 @@ WIDTH = 2
 NEGATIVE, ZERO, POSITIVE = 0, 1, 2
 _MOST_OF_LENGTH = 32
 """Worth trying where at most one level in this many is not zero."""
-_LEARNING_COUNT = 64
+LEARNING_COUNT = 64
 """A coder that learns where levels are needs at least this many to learn from."""
 
 
@@ -235,11 +229,6 @@ def few_places(upload: Upload) -> IntArray | None:
     is_place = upload.levels != ZERO
     few = int(np.count_nonzero(is_place)) * _MOST_OF_LENGTH <= len(upload)
     return np.flatnonzero(is_place) if few else None
-
-
-def is_best(places: IntArray) -> bool:
-    """Whether no other mode needs to be tried."""
-    return len(places) < _LEARNING_COUNT
 
 
 def rice_parameter(length: int, count: int) -> int:

@@ -154,9 +154,10 @@ def _make_cell(
     recipe, goal = runs[0].trial.recipe, task.goal
     found = _scores(task, name, runs, findings)
     scores = [one for one in found.values() if one is not None]
-    savings = [one.savings for one in scores if one.savings is not None]
-    delays = [one.delay for one in scores if one.delay is not None]
-    tests = [one.test for one in scores if one.test is not None]
+
+    def known(key: str) -> list[float]:
+        return [value for one in scores if (value := getattr(one, key)) is not None]
+
     own = [o for o in runs if o.trial.seed in found]
     values = [v for o in own for v in o.curve.values if v == v]
     default = _scores(task, name, ours, findings)
@@ -174,21 +175,25 @@ def _make_cell(
         setting=runs[0].trial.setting,
         num_seeds=len(found),
         num_reached=len(scores),
-        cost=measure.geometric_mean([one.cost for one in scores]) if scores else None,
-        savings=measure.geometric_mean(savings) if savings else None,
-        delay=measure.geometric_mean(delays) if delays else None,
-        test=_mean(tests),
+        cost=_middle(known("cost")),
+        savings=_middle(known("savings")),
+        delay=_middle(known("delay")),
+        test=_mean(known("test")),
         best_value=min(values, key=lambda value: goal.sign * value, default=None),
         level=level,
-        rounds=_mean([one.rounds for one in scores]),
+        rounds=_mean(known("rounds")),
         upload_bytes=_mean([size for size in uploads if size is not None]),
         plateau=plateau,
-        versus=measure.geometric_mean(ratios) if ratios and recipe not in (FEDAVG, OURS) else None,
+        versus=_middle(ratios) if recipe not in (FEDAVG, OURS) else None,
     )
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _middle(values: Sequence[float]) -> measure.Mean | None:
+    return measure.geometric_mean(values) if values else None
 
 
 def _plateau(
