@@ -194,12 +194,12 @@ class WidthHistogram(NamedTuple):
 class Activity(NamedTuple):
     """What every client did over time; arrays are rows of clients × bins of rounds.
 
-    Row ``i`` has the clients from ``client_edges[i]`` up to ``client_edges[i + 1]``: one, unless
+    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``: one, unless
     there are very many.
     """
 
     edges: Counts
-    client_edges: Counts
+    clients: Counts
     uploads: Counts
     bits: Counts  # the sum of the widths
     away: Counts  # how many times they had dropped out

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aqg.report.curves import (
-    LOSSES,
-    SECONDS,
-    combine,
-    count_widths,
-    metric_names,
-    run_points,
-    watch_clients,
-)
+from aqg.report import curves
 from aqg.report.runs import COLORS, Comparison, Group, Run
 
 if TYPE_CHECKING:
@@ -43,7 +35,7 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     picture for each metric that was measured, such as ``accuracy.png``.
     """
     pictures = {"loss.png": _draw_curves(comparison, [_loss_of(comparison)])}
-    for name in metric_names(comparison.runs):
+    for name in curves.metric_names(comparison.runs):
         file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"
         pictures[file] = _draw_curves(comparison, [name])
     shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
@@ -58,7 +50,7 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
 
 def draw_comparison(comparison: Comparison, title: str) -> bytes:
     """Draw loss and metrics against rounds, uploads and bytes in one picture."""
-    metrics = [_loss_of(comparison), *metric_names(comparison.runs)]
+    metrics = [_loss_of(comparison), *curves.metric_names(comparison.runs)]
     return _draw_curves(comparison, metrics, title)
 
 
@@ -84,8 +76,8 @@ def png(figure: Figure) -> bytes:
 def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = "") -> bytes:
     legend = 0.4 + 0.2 * math.ceil(len(comparison.groups) / 4)
     columns = dict(_AXES)
-    if all(SECONDS in run.extras for run in comparison.runs):
-        columns[SECONDS] = "simulated seconds"
+    if all(curves.SECONDS in run.extras for run in comparison.runs):
+        columns[curves.SECONDS] = "simulated seconds"
     figure = new_figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
     rows = figure.subplots(len(metrics), len(columns), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
@@ -98,7 +90,7 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
             # Without points, a logarithm has no limits.
             if axis in ("uploads", "total_bytes") and has_points:
                 panel.set_xscale("log")
-            if metric in LOSSES and has_points:
+            if metric in curves.LOSSES and has_points:
                 panel.set_yscale("log")
             tidy(panel)
         axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
@@ -110,12 +102,12 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
 
 
 def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
-    band = combine([run_points(run, axis, metric) for run in group.runs])
+    band = curves.combine([curves.run_points(run, axis, metric) for run in group.runs])
     if band is None:
         panel.plot([], [], label=group.label)
         return
-    seen = np.ones(len(band.x), bool) if axis in ("rounds", SECONDS) else band.x > 0
-    if metric in LOSSES:
+    seen = np.ones(len(band.x), bool) if axis in ("rounds", curves.SECONDS) else band.x > 0
+    if metric in curves.LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]
     dashes = _DASHES[group.dash % len(_DASHES)]
@@ -126,7 +118,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
         panel.plot(x[-1], median[-1], "o", color=COLORS[group.color], markersize=4)
     if len(group.runs) > 1:
         low = band.low[seen]
-        if metric in LOSSES:  # a logarithmic axis has no zero
+        if metric in curves.LOSSES:  # a logarithmic axis has no zero
             low = np.maximum(low, np.finfo(float).tiny)
         panel.fill_between(x, low, band.high[seen], color=COLORS[group.color], alpha=0.15, lw=0)
 
@@ -171,7 +163,7 @@ def _draw_groups(
 
 
 def _draw_widths(panel: Axes, run: Run, colors: dict[int, str]) -> None:
-    histogram = count_widths(run.widths, _BINS)
+    histogram = curves.count_widths(run.widths, _BINS)
     base = np.zeros(len(histogram.edges) - 1)
     edges = histogram.edges + run.rounds[0]
     for width, counts in zip(histogram.widths, histogram.counts, strict=True):
@@ -186,8 +178,8 @@ def _draw_clients(panel: Axes, run: Run, colors: dict[int, str]) -> None:
     """Paint clients × bins of rounds: color for the bits of an upload, strength for how often."""
     from matplotlib.colors import to_rgb
 
-    activity = watch_clients(run.widths, _COLUMNS, _ROWS)
-    chances = np.diff(activity.client_edges)[:, None] * np.diff(activity.edges)[None, :]
+    activity = curves.watch_clients(run.widths, _COLUMNS, _ROWS)
+    chances = np.diff(activity.clients)[:, None] * np.diff(activity.edges)[None, :]
     widths = np.array(list(colors), np.float64)
     shades = np.array([to_rgb(color) for color in colors.values()])
     mean_bits = activity.bits / np.maximum(activity.uploads, 1)

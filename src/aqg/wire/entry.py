@@ -20,17 +20,10 @@ from aqg.core.recipe import Movement
 from aqg.core.track import MAX_DIRECTION, Change, Part, Track
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
+from aqg.wire import varint
 from aqg.wire.frame import Known, decode, decode_bare, encode, encode_bare
 from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import (
-    CRC_BYTES,
-    Reader,
-    seal,
-    varint_size,
-    write_part,
-    write_varint,
-    write_zigzag,
-)
+from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63
@@ -117,7 +110,7 @@ def log_overhead(first: int, count: int) -> int:
     >>> log_overhead(7, 2) + 2
     9
     """
-    return 1 + varint_size(first) + varint_size(count) + CRC_BYTES
+    return 1 + varint.varint_size(first) + varint.varint_size(count) + CRC_BYTES
 
 
 def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool = False) -> Public:
@@ -259,7 +252,7 @@ def _read_bfloat16(reader: Reader, count: int) -> list[float]:
 
 
 def _write_quantum(quantum: float) -> bytes:
-    return write_zigzag(math.frexp(quantum)[1] - 1)
+    return varint.write_zigzag(math.frexp(quantum)[1] - 1)
 
 
 def _write_optional_quantum(quantum: float | None) -> bytes:

@@ -14,17 +14,9 @@ from aqg.core.grids import Grid
 from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import WireError
-from aqg.wire import frame
+from aqg.wire import frame, sections
 from aqg.wire.payloads import Mode
-from aqg.wire.sections import (
-    BYTES,
-    Alphabet,
-    Plane,
-    decode_planes,
-    encode_planes,
-    join_bytes,
-    split_bytes,
-)
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import Reader, write_part, write_varint, write_zigzag
 
 BITS, LATTICE, TABLE = range(3)
@@ -90,7 +82,9 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray) -> Any:
     for begin in range(0, len(old), _BLOCK):  # a block at a time: temporaries are several times it
         block = slice(begin, begin + _BLOCK)
         places = np.flatnonzero(levels[block] != 1)
-        part = join_bytes([plane[done : done + len(places)] for plane in planes], np.uint64)
+        part = sections.join_bytes(
+            [plane[done : done + len(places)] for plane in planes], np.uint64
+        )
         part = part if table is None else table[part]
         done += len(places)
         is_negative = levels[block][places] == 0
@@ -130,7 +124,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     is_negative = gaps >= top
     levels[indices] = np.where(is_negative, 0, 2)
     magnitudes = np.where(is_negative, 0 - gaps, gaps)
-    return BITS, levels, b"", split_bytes(magnitudes, [BYTES] * gaps.itemsize)
+    return BITS, levels, b"", sections.split_bytes(magnitudes, [BYTES] * gaps.itemsize)
 
 
 def _multiples(
@@ -150,7 +144,7 @@ def _multiples(
         steps = np.diff(table.astype(np.int64), prepend=0)
         head = bytes([len(table) - 1]) + b"".join(write_varint(int(step)) for step in steps)
         return TABLE, signs, write_zigzag(exponent) + head, [plane]
-    planes = split_bytes(multiples, [BYTES] * ((largest.bit_length() + 7) // 8))
+    planes = sections.split_bytes(multiples, [BYTES] * ((largest.bit_length() + 7) // 8))
     return LATTICE, signs, write_zigzag(exponent) + bytes([len(planes)]), planes
 
 

@@ -34,22 +34,9 @@ from aqg.runs.files import Records, write_atomically
 from aqg.runs.loop import slug
 from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.stopping import Target
+from aqg.studies.contest import search
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
-from aqg.studies.contest.search import (
-    FEDAVG,
-    FORMER_STEP,
-    SEARCH_SEED,
-    SELF_SETTING,
-    STEP,
-    Setting,
-    Tuned,
-    applies,
-    default_setting,
-    fixed_steps,
-    is_ours,
-    parse_recipes,
-    pending_settings,
-)
+from aqg.studies.contest.search import FEDAVG, SEARCH_SEED, Setting, Tuned, is_ours, parse_recipes
 from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
 
 PLAN = "compare.json"
@@ -81,7 +68,7 @@ class Comparison:
     def pairs(self) -> Iterator[tuple[str, Task]]:
         """Yield what is measured: every recipe on every task where it makes a difference."""
         for recipe in self.recipes:
-            yield from ((recipe, task) for task in self.tasks if applies(recipe, task))
+            yield from ((recipe, task) for task in self.tasks if search.applies(recipe, task))
 
     def parse_tasks(self, text: str) -> tuple[Task, ...]:
         """Return the tasks that ``--task`` names, which may be the user's own."""
@@ -292,7 +279,7 @@ class Findings:
         """
         ranks = self.ranks(recipe, task)
         if not with_former:
-            ranks = {s: found for s, found in ranks.items() if s.multiplier != FORMER_STEP}
+            ranks = {s: found for s, found in ranks.items() if s.multiplier != search.FORMER_STEP}
         return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
 
     def pending_fedavg(self, task: Task) -> tuple[list[Setting], int]:
@@ -301,7 +288,7 @@ class Findings:
         And about how many may follow. The step that sets itself is one of them.
         """
         settings, later = self._pending_fixed(task)
-        adaptive = Setting(FEDAVG, multiplier=SELF_SETTING)
+        adaptive = Setting(FEDAVG, multiplier=search.SELF_SETTING)
         is_tried = adaptive in self._searched_curves(task)
         return [*settings, *([] if is_tried else [adaptive])], later
 
@@ -311,12 +298,12 @@ class Findings:
         It goes on where the best plateau is at the edge of the steps that were tried, and where the
         step that reaches the target first is.
         """
-        settings, later = pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
+        settings, later = search.pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
         first = None if settings else self._first_to_reach(task, fixed_only=True)
         if first is None:
             return settings, later
         tried = [setting.multiplier for setting in self._searched_curves(task)]
-        further = fixed_steps(task).beyond(tried, first.multiplier)
+        further = search.fixed_steps(task).beyond(tried, first.multiplier)
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
@@ -326,7 +313,9 @@ class Findings:
             return None
         target = found.targets[task.goal.name]
         if fixed_only:
-            curves = {s: curve for s, curve in curves.items() if s.multiplier != SELF_SETTING}
+            curves = {
+                s: curve for s, curve in curves.items() if s.multiplier != search.SELF_SETTING
+            }
         reached = {s: at for s, curve in curves.items() if (at := curve.reach(target)) is not None}
         return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
 
@@ -362,8 +351,8 @@ def pending_trials(
         if is_reference:
             return findings.pending_fedavg(task)
         if comparison.search:
-            return pending_settings(recipe, task, tried, comparison.quick)
-        setting = tuned.get(task.name, {}).get(recipe) or default_setting(recipe, task)
+            return search.pending_settings(recipe, task, tried, comparison.quick)
+        setting = tuned.get(task.name, {}).get(recipe) or search.default_setting(recipe, task)
         return ([] if setting in tried else [setting]), 0
 
     has_reference = (task.name, SEARCH_SEED) in findings.references
@@ -407,9 +396,9 @@ def make_config(
     config = task.config if target is None else task.with_target(target)
     setting = trial.setting
     chosen: dict[str, Any] = {"alpha": config.alpha * setting.multiplier, "step": "fixed"}
-    if setting.multiplier == SELF_SETTING:
-        chosen = {"step": AUTO if is_ours(trial.recipe, task) else STEP}
-    elif setting.multiplier == FORMER_STEP:
+    if setting.multiplier == search.SELF_SETTING:
+        chosen = {"step": AUTO if is_ours(trial.recipe, task) else search.STEP}
+    elif setting.multiplier == search.FORMER_STEP:
         raise ConfigError(f"{setting} cannot be run: the rule for its step is no longer there")
     return replace(
         config,

@@ -168,13 +168,9 @@ def _make_cell(
     ]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
+    about = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
     return Cell(
-        task=task.name,
-        recipe=recipe,
-        goal=name,
-        setting=runs[0].trial.setting,
-        num_seeds=len(found),
-        num_reached=len(scores),
+        *about,
         cost=_middle(known("cost")),
         savings=_middle(known("savings")),
         delay=_middle(known("delay")),

@@ -211,21 +211,11 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
         minimum = minima.get(_loss_key(planned))
         made_by = summary["versions"]
         settings = {key: getattr(config, key) for key in _OF_THE_CONFIG}
-        outcomes.append(
-            Outcome(
-                name=name,
-                section=planned.section,
-                **settings,
-                machine=made_by["machine"],
-                minimum=minimum,
-                start_loss=trace.losses[0],
-                final_loss=final,
-                peak_loss=max(trace.losses),
-                test_accuracy=summary["test_accuracy"],
-                total=trace.costs[-1],
-                reached=_reached(trace, minimum),
-            )
-        )
+        settings |= {"machine": made_by["machine"], "minimum": minimum, "final_loss": final}
+        settings |= {"start_loss": trace.losses[0], "peak_loss": max(trace.losses)}
+        settings |= {"test_accuracy": summary["test_accuracy"], "total": trace.costs[-1]}
+        reached = _reached(trace, minimum)
+        outcomes.append(Outcome(name, planned.section, **settings, reached=reached))
         curves[name] = thin(trace)
         place = versions.setdefault(f"{planned.section}: {made_by['machine']}", {})
         for library, version in made_by.items():

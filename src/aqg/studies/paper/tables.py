@@ -21,20 +21,9 @@ from aqg.report.curves import Band, Points, combine
 from aqg.report.pictures import new_figure, tidy
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
+from aqg.studies.paper import plan
 from aqg.studies.paper.outcomes import CONVERGED, ROUNDING, Outcome, Results, keep, paired_ratios
-from aqg.studies.paper.plan import (
-    ALWAYS_SEND,
-    BLOCKS,
-    BY_SOURCE,
-    DROPOUT_RECIPES,
-    NETWORK_RECIPES,
-    PAPER_RESIDUAL,
-    TABLE_2,
-    TABLE_RECIPES,
-    PaperRow,
-    PlannedRun,
-    Scale,
-)
+from aqg.studies.paper.plan import BY_SOURCE, PAPER_RESIDUAL, TABLE_2, TABLE_RECIPES, PaperRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +86,7 @@ def all_tables(results: Results) -> list[Table]:
 def table_2(results: Results) -> Table:
     paper = {(row.setting, row.recipe): row for row in TABLE_2}
     rows = []
-    for setting in BLOCKS:
+    for setting in plan.BLOCKS:
         for recipe in TABLE_RECIPES:
             if not (ours := results.of_setting(setting, recipe)):
                 continue
@@ -108,7 +97,7 @@ def table_2(results: Results) -> Table:
                 ours, results.of_setting(setting, "laq"), results.cost_to_the_end
             )
             told = f"{percent(row.saving)} / " if row and row.saving else ""
-            shares = [] if recipe in ("laq", *ALWAYS_SEND) else [1 - ratio for ratio in ratios]
+            shares = [] if recipe in ("laq", *plan.ALWAYS_SEND) else [1 - ratio for ratio in ratios]
             uploaded = span([cost.upload_bytes for cost in costs], format_bytes)
             rows.append(
                 (
@@ -246,14 +235,14 @@ def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes
     by_rate = {rate: [o for o in outcomes if o.dropout == rate] for rate in rates}
     panels = {f"loss − minimum, p = {rate:g}": own for rate, own in by_rate.items() if own}
     title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
-    return _figure(results, panels, DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
+    return _figure(results, panels, plan.DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
 
 
 def _network(results: Results) -> bytes | None:
     by_split = {p: results.select(section="network", partition=p) for p in ("iid", "label")}
     panels = {f"loss, {SPLITS[p]}": own for p, own in by_split.items() if own}
     title = "MNIST, 784-200-10 network"
-    return _figure(results, panels, NETWORK_RECIPES, title, limits=(0.4, 1e3))
+    return _figure(results, panels, plan.NETWORK_RECIPES, title, limits=(0.4, 1e3))
 
 
 def _figure(
@@ -348,9 +337,9 @@ def _png(figure: Any) -> bytes:
     return packed.getvalue()
 
 
-def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
+def keep_results(runs: Sequence[plan.PlannedRun], scale: plan.Scale, directory: Path) -> Results:
     """Write the results, the tables as Markdown and, with matplotlib, the figures as PNG."""
-    results = keep(plan, scale, directory)
+    results = keep(runs, scale, directory)
     text = "\n".join(table.to_markdown() for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
     if find_spec("matplotlib") is not None:
