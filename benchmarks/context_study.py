@@ -135,9 +135,7 @@ def thinned_mnist(data_dir: Path | None) -> Dataset:
     """Return MNIST with one training image in `KEEP_EVERY`."""
     dataset = load_dataset("mnist", data_dir)
     return replace(
-        dataset,
-        features=dataset.features[::KEEP_EVERY],
-        labels=dataset.labels[::KEEP_EVERY],
+        dataset, features=dataset.features[::KEEP_EVERY], labels=dataset.labels[::KEEP_EVERY]
     )
 
 

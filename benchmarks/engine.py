@@ -96,9 +96,7 @@ def contestants(
     workload: Workload, data: Data, recipes: Sequence[str], peers: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
     problem = make_problem(workload, data)
-    found: dict[str, Callable[[], Any]] = {
-        "bare": bare_gradient(workload, problem, data, "cpu"),
-    }
+    found: dict[str, Callable[[], Any]] = {"bare": bare_gradient(workload, problem, data, "cpu")}
     if workload.model == "logistic":
         found["bare (NumPy)"] = numpy_gradient(problem, data)
     for recipe in recipes:

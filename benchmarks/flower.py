@@ -298,8 +298,7 @@ def measure_example(options: argparse.Namespace) -> None:
             start = _traffic(deployment, sniffer, ports)
             if name == "before":
                 wait(
-                    deployment,
-                    deployment.run(EXAMPLE / name, {**config, "rounds": options.rounds}),
+                    deployment, deployment.run(EXAMPLE / name, {**config, "rounds": options.rounds})
                 )
                 log = deployment.processes.read_log("superlink-worker")
                 accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]

@@ -232,10 +232,7 @@ def measure(task: Task, options: argparse.Namespace, has_lines: bool) -> dict[st
         if has_lines:
             strategy = Compressed(strategy, recipe=options.recipe)
         strategy.start(
-            grid,
-            ArrayRecord(task.first),
-            num_rounds=options.rounds,
-            evaluate_fn=evaluate,
+            grid, ArrayRecord(task.first), num_rounds=options.rounds, evaluate_fn=evaluate
         )
     return {
         "name": "with the two lines" if has_lines else "as it is",

@@ -171,8 +171,7 @@ def run_channel(
         given = [meter.time("client: receive", lambda o=order, w=whole: receive(o, w, notes))]
         given.append(train(given[0].values, number))
         part = meter.time(
-            "client: reply",
-            lambda g=given: reply_to(held=g.pop(0), after=g.pop(), memory=notes),
+            "client: reply", lambda g=given: reply_to(held=g.pop(0), after=g.pop(), memory=notes)
         )
         del whole
         meter.base = own

@@ -61,11 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto, buffered": {"recipe": "auto", "buffer_size": BUFFER, "step": "auto"},
     "8-bit QSGD up, buffered": {"recipe": "qsgd", "bits": 8, "buffer_size": BUFFER, "step": "auto"},
     "FedBuff": {"recipe": "fedavg", "buffer_size": BUFFER, "step": "fixed"},
-    "FedBuff, step and mean of auto": {
-        "recipe": "fedavg",
-        "buffer_size": BUFFER,
-        "step": STEP,
-    },
+    "FedBuff, step and mean of auto": {"recipe": "fedavg", "buffer_size": BUFFER, "step": STEP},
     "auto, waits for all": {"recipe": "auto", "step": "auto"},
     "FedAvg, waits for all": {"recipe": "fedavg", "step": "fixed"},
 }
@@ -161,9 +157,7 @@ def draw(curves: dict[str, dict[str, list[list[Point]]]], path: Path) -> None:
             heights = [point.accuracy for point in points]
             style = "--" if "waits" in name else "-"
             for panel, x in zip(
-                row,
-                ([p.seconds for p in points], [p.bytes for p in points]),
-                strict=True,
+                row, ([p.seconds for p in points], [p.bytes for p in points]), strict=True
             ):
                 panel.plot(x, heights, style, color=f"C{index}", label=name, linewidth=1.4)
         for panel, label in zip(row, ("simulated seconds", "bytes, both directions"), strict=True):

@@ -37,11 +37,7 @@ if TYPE_CHECKING:
     from aqg.sim.problem import Problem
 
 BITS, DEPTH, STALENESS, ALPHA = 4, 10, 100, 0.02
-RULES: dict[str, Policy] = {
-    "laq": Lazy(),
-    "aqg-2": TwoLevel(),
-    "aqg": Multilevel(),
-}
+RULES: dict[str, Policy] = {"laq": Lazy(), "aqg-2": TwoLevel(), "aqg": Multilevel()}
 GRIDS = {"2^b": Grid.MIDRISE, "2^b - 1": Grid.MIDTREAD}
 
 
@@ -52,12 +48,7 @@ class Round(NamedTuple):
 
 
 def rounds(
-    problem: Problem,
-    policy: Policy,
-    grid: Grid,
-    amplified: str,
-    dropout: Dropout,
-    count: int,
+    problem: Problem, policy: Policy, grid: Grid, amplified: str, dropout: Dropout, count: int
 ) -> Iterator[Round]:
     """Run Algorithm 1, or 2 where something is amplified: ``"sum"``, ``"uploads"`` or ``""``."""
     quantizer, movement = GridQuantizer(grid, BITS), Movement((1 / DEPTH,) * DEPTH)

@@ -12,14 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from aqg.runs.table import Table
-from aqg.studies.paper.outcomes import (
-    CONVERGED,
-    cost_of,
-    cost_to_the_end,
-    main_reading,
-    of_setting,
-    paired_ratios,
-)
+from aqg.studies.paper.outcomes import CONVERGED, paired_ratios
 from aqg.studies.paper.plan import (
     ALWAYS_SEND,
     BLOCKS,
@@ -101,7 +94,7 @@ def _saves(recipe: str, name: str, results: Results) -> Iterator[Finding]:
     """
     told = {row.setting: row.saving for row in TABLE_2 if row.recipe == recipe}
     for setting in _comparable(results):
-        ours = of_setting(results, setting, recipe)
+        ours = results.of_setting(setting, recipe)
         if not ours:
             continue
         saved, at = savings(results, setting, recipe)
@@ -135,7 +128,7 @@ def _saves_more_where_clients_differ(results: Results) -> Iterator[Finding]:
                 residual = arrival_of_both(results, setting, recipe)
             iid, base = savings(results, f"{kind}-iid", recipe, residual)
             other, at = savings(results, setting, recipe, residual)
-            if not of_setting(results, setting, recipe):
+            if not results.of_setting(setting, recipe):
                 continue
             verdict = UNDECIDED
             evidence = (
@@ -156,10 +149,10 @@ def _far_fewer_than_qgd(results: Results) -> Iterator[Finding]:
     """Compare LAQ with QGD, seed by seed; the paper has a QGD row in three settings."""
     told = {(row.setting, row.recipe): row.bits for row in TABLE_2}
     for setting in _comparable(results):
-        laq, qgd = (of_setting(results, setting, recipe) for recipe in ("laq", "qgd"))
+        laq, qgd = (results.of_setting(setting, recipe) for recipe in ("laq", "qgd"))
         if not laq or not qgd:
             continue
-        ratios = paired_ratios(laq, qgd, lambda o: cost_to_the_end(results, o))
+        ratios = paired_ratios(laq, qgd, results.cost_to_the_end)
         paper = ""
         if (setting, "qgd") in told:
             paper = f"; the paper {percent(told[setting, 'laq'] / told[setting, 'qgd'])}"
@@ -176,7 +169,7 @@ def _converges_like_laq(results: Results) -> Iterator[Finding]:
     """Count the seeds on which AQG arrives (logistic: ends within 1e-6 of the minimum)."""
     for setting in _comparable(results):
         for recipe, name in _NAMES.items():
-            ours, laq = (of_setting(results, setting, r) for r in (recipe, "laq"))
+            ours, laq = (results.of_setting(setting, r) for r in (recipe, "laq"))
             if not ours:
                 continue
             good, base = _num_good(results, ours), _num_good(results, laq)
@@ -188,7 +181,7 @@ def _converges_like_laq(results: Results) -> Iterator[Finding]:
 def _num_good(results: Results, outcomes: Sequence[Outcome]) -> int:
     if outcomes and outcomes[0].section == "logistic":
         return sum(o.converged for o in outcomes)
-    return sum(cost_of(results, o) is not None for o in outcomes)
+    return sum(results.cost_of(o) is not None for o in outcomes)
 
 
 def _cells(
@@ -332,7 +325,7 @@ def _largest_difference(pairs: Pairs) -> float:
 
 def machine_sentences(results: Results) -> list[str]:
     """Say what is the same on the other machines and what is not."""
-    reading = main_reading(results.outcomes)
+    reading = results.reading
     lines: list[str] = []
     for machine, elsewhere in results.elsewhere.items():
         pairs = pair_up(results, elsewhere)
@@ -395,12 +388,12 @@ def _savings_sentence(
     results: Results, elsewhere: Sequence[Outcome], partition: str, machines: tuple[str, str]
 ) -> str:
     setting = "logistic-iid" if partition == "iid" else "logistic-noniid"
-    reading = main_reading(results.outcomes)
+    reading = results.reading
     there = [o for o in elsewhere if (o.scaling, o.alpha) == reading]
     saved = []
     for made in (results, replace(results, outcomes=tuple(there))):
         shares, _ = savings(made, setting, "aqg-2")
-        count = out_of(len(shares), len(of_setting(made, setting, "aqg-2")))
+        count = out_of(len(shares), len(made.of_setting(setting, "aqg-2")))
         saved.append(f"{span(shares, percent)} ({count} seeds)")
     split = SPLITS[partition]
     return (

@@ -19,16 +19,7 @@ from typing import TYPE_CHECKING
 from tools.document import Passage, refresh
 
 from aqg.runs.table import Table
-from aqg.studies.paper.outcomes import (
-    CONVERGED,
-    ROUNDING,
-    cost_of,
-    cost_to_the_end,
-    main_reading,
-    of_setting,
-    paired_ratios,
-    read_results,
-)
+from aqg.studies.paper.outcomes import CONVERGED, ROUNDING, paired_ratios, read_results
 from aqg.studies.paper.plan import BY_SOURCE, DROPOUT_RECIPES, PAPER_RESIDUAL, TABLE_2
 from aqg.studies.paper.tables import LABELS, SPLITS, out_of, span
 
@@ -62,12 +53,7 @@ _HEADINGS = {
     DOES_NOT: "What does not reproduce",
     UNDECIDED: "What these runs do not decide",
 }
-_TALLY = {
-    REPRODUCES: "reproduce",
-    IN_PART: "in part",
-    DOES_NOT: "do not",
-    UNDECIDED: "undecided",
-}
+_TALLY = {REPRODUCES: "reproduce", IN_PART: "in part", DOES_NOT: "do not", UNDECIDED: "undecided"}
 _SECTIONS = {
     "logistic": "logistic regression",
     "softmax": "the network of Table 2",
@@ -246,9 +232,9 @@ def _lean_with_dropouts(results: Results) -> str:
 def _bits_and_bytes(results: Results) -> list[str]:
     parts = []
     for setting, name in (("network-iid", "IID"), ("network-noniid", "one digit per client")):
-        ours, laq = (of_setting(results, setting, recipe) for recipe in ("aqg-2", "laq"))
+        ours, laq = (results.of_setting(setting, recipe) for recipe in ("aqg-2", "laq"))
         bits, spent = (
-            paired_ratios(ours, laq, lambda o: cost_of(results, o), column)
+            paired_ratios(ours, laq, results.cost_of, column)
             for column in ("bits_per_param", "upload_bytes")
         )
         if bits:
@@ -268,7 +254,7 @@ def _bits_and_bytes(results: Results) -> list[str]:
 
 def platform(results: Results) -> Passage:
     """Return how much the logistic counts depend on the machine and on the last bit."""
-    reading = main_reading(results.outcomes)
+    reading = results.reading
     if reading is None:
         return Passage("platform", "")
     lines = machine_sentences(results)
@@ -414,7 +400,7 @@ def differences_table(results: Results) -> Table:
     reasons = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     rows = []
     for row in TABLE_2:
-        ours = of_setting(results, row.setting, row.recipe)
+        ours = results.of_setting(row.setting, row.recipe)
         on_network = row.setting.startswith("network")
         if not ours or (on_network and results.about["softmax_residual"] != PAPER_RESIDUAL):
             continue
@@ -440,8 +426,8 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str)
         if row.setting.startswith("network")
         else ("converges", "converge")
     )
-    counts = cost_of if kind == "definition" else cost_to_the_end
-    costs = [cost for o in ours if (cost := counts(results, o)) is not None]
+    counts = results.cost_of if kind == "definition" else results.cost_to_the_end
+    costs = [cost for o in ours if (cost := counts(o)) is not None]
     if not costs:
         at = median(o.residual for o in ours)
         return f"no seed of {len(ours)} {one}; at the end {at:.0e}"

@@ -14,10 +14,7 @@ from aqg.studies.paper.outcomes import (
     ROUNDING,
     Outcome,
     Results,
-    cost_of,
-    cost_to_the_end,
     main_reading,
-    of_setting,
     paired_ratios,
 )
 from aqg.studies.paper.plan import (
@@ -30,15 +27,7 @@ from aqg.studies.paper.plan import (
     TABLE_2,
     TABLE_RECIPES,
 )
-from aqg.studies.paper.tables import (
-    LABELS,
-    SPLITS,
-    beside,
-    is_comparable,
-    out_of,
-    percent,
-    span,
-)
+from aqg.studies.paper.tables import LABELS, SPLITS, beside, is_comparable, out_of, percent, span
 
 STRICT = 1e-6
 """The paper's residual for runs without dropouts."""
@@ -116,11 +105,11 @@ def performance_table(results: Results) -> Table:
     for setting in BLOCKS:
         comparable = not setting.startswith("network") or is_comparable(results)
         for recipe in TABLE_RECIPES:
-            ours = of_setting(results, setting, recipe)
+            ours = results.of_setting(setting, recipe)
             if not ours:
                 continue
             row = paper.get((setting, recipe)) if comparable else None
-            costs = [cost for o in ours if (cost := cost_of(results, o)) is not None]
+            costs = [cost for o in ours if (cost := results.cost_of(o)) is not None]
             told = "" if row is None or not row.saving else f"{percent(row.saving)} / "
             saved, at = savings(results, setting, recipe)
             rows.append(
@@ -158,7 +147,7 @@ def _ending(results: Results, outcomes: Sequence[Outcome]) -> str:
     if outcomes[0].section == "logistic":
         good, verb = sum(o.converged for o in outcomes), "converge"
     else:
-        good, verb = sum(cost_of(results, o) is not None for o in outcomes), "reach it"
+        good, verb = sum(results.cost_of(o) is not None for o in outcomes), "reach it"
     text = f"{out_of(good, len(outcomes))} {verb}"
     if good < len(outcomes):
         text += f"; at the end {median(o.residual for o in outcomes):.0e}"
@@ -434,7 +423,7 @@ def _arrivals(outcomes: Sequence[Outcome], residual: float) -> str:
 
 def reading_text(results: Results) -> str:
     """Write the loss and step size of the logistic runs that are compared with the paper's."""
-    reading = main_reading(results.outcomes)
+    reading = results.reading
     return "not run" if reading is None else f"{reading[0]} loss, α = {reading[1]:g}"
 
 
@@ -454,12 +443,12 @@ def savings(
     Logistic: over 500 rounds, on the seeds where both converge. Network: until ``residual``, by
     default the smallest one where the most seeds have both arrive.
     """
-    ours, laq = of_setting(results, setting, recipe), of_setting(results, setting, "laq")
+    ours, laq = results.of_setting(setting, recipe), results.of_setting(setting, "laq")
     if recipe in ("laq", *ALWAYS_SEND) or not ours or not laq:
         return [], ""
     where = []
     if setting.startswith("logistic"):
-        ratios = paired_ratios(ours, laq, lambda o: cost_to_the_end(results, o))
+        ratios = paired_ratios(ours, laq, results.cost_to_the_end)
     else:
         goal = results.about["softmax_residual"]
         at = arrival_of_both(results, setting, recipe) if residual is None else residual
@@ -472,7 +461,7 @@ def savings(
 
 def arrival_of_both(results: Results, setting: str, recipe: str) -> float:
     """Return the smallest residual where the most seeds have both a rule and LAQ arrive."""
-    runs = [of_setting(results, setting, name) for name in (recipe, "laq")]
+    runs = [results.of_setting(setting, name) for name in (recipe, "laq")]
     allowed = [r for r in RESIDUALS if r >= results.about["softmax_residual"]]
 
     def num_both(residual: float) -> int:

@@ -9,9 +9,9 @@ which find out and mend it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from aqg.core.messages import Broadcast
+from aqg.core.recipe import Recipe
 from aqg.core.round import ClientState, init_client, respond
 from aqg.core.server import (
     ServerState,
@@ -21,13 +21,9 @@ from aqg.core.server import (
     init_server,
     take_message,
 )
+from aqg.core.types import FloatArray
 from aqg.errors import MessageError
 from aqg.wire import decode, encode, known
-
-if TYPE_CHECKING:
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import FloatArray
-
 
 __all__ = ["broadcast", "client_step", "finish_round", "init_client", "init_server", "receive"]
 

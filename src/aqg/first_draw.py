@@ -10,18 +10,14 @@ algorithm AS 241, seven digits), with a logarithm made of the same operations: l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array
 
 CONSTANT, UNIFORM, NORMAL = range(3)
 MAX_SEED = 2**63 - 1
@@ -41,22 +37,14 @@ _D = (1.0, 0.73700164250, 0.12021132975)
 
 
 class Law(NamedTuple):
-    """What a tensor is drawn from.
+    """What a tensor is drawn from."""
 
-    Attributes:
-        kind: `CONSTANT`, `UNIFORM` or `NORMAL`.
-        center: the value, the middle or the mean.
-        scale: half the range, or the standard deviation; 0 of a constant.
-
-    """
-
-    kind: int
-    center: float
-    scale: float = 0.0
+    kind: int  # `CONSTANT`, `UNIFORM` or `NORMAL`
+    center: float  # the value, the middle or the mean
+    scale: float = 0.0  # half the range, or the standard deviation; 0 of a constant
 
     @property
     def deviation(self) -> float:
-        """The standard deviation."""
         return self.scale / 3**0.5 if self.kind == UNIFORM else self.scale
 
 
@@ -102,8 +90,7 @@ def _logarithm(numbers: Float64Array) -> Float64Array:
     ratios = (mantissas - 1.0) / (mantissas + 1.0)
     odd_terms = [1.0 / (2 * term + 1) for term in range(_LOG_TERMS)]
     series = 2.0 * ratios * _polynomial(odd_terms, ratios * ratios)
-    logarithms: Float64Array = (exponents - is_small) * _LOG_2 + series
-    return logarithms
+    return (exponents - is_small) * _LOG_2 + series
 
 
 def _polynomial(coefficients: Sequence[float], x: NDArray[np.float64]) -> Float64Array:

@@ -251,7 +251,6 @@ class _Server:
             self._own.log_error(fl_ctx, f"aqg: the model is not sent: {self._channel.fault}")
 
     def result(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
-        """Return the weights that a client's reply stands for."""
         name = fl_ctx.get_peer_context().get_identity_name()
         node = self._nodes.get(name, -1)
         phase = self._open.pop(node, None)
@@ -301,15 +300,12 @@ class _Client:
         self._held: Held | None = None
 
     def _first(self) -> Values | None:
-        """Return the site's own first model."""
         return _arrays(read_tensors(Path(self._own.first))) if self._own.first else None
 
     def announce(self, fl_ctx: FLContext) -> None:
-        """Let the server know which model is held."""
         fl_ctx.set_prop(_HELD, self._memory.held(), private=False, sticky=True)
 
     def task_data(self, dxo: DXO, fl_ctx: FLContext) -> DXO | None:
-        """Return the model of an order."""
         self._held = None
         if dxo.data_kind != DataKind.APP_DEFINED or _PART not in dxo.data:
             return None
@@ -365,7 +361,6 @@ class _Memory(Memory):
         return self._note.read_text() if self._note.exists() else ""
 
     def torch_types(self) -> dict[str, str]:
-        """Return the types of tensors of the model that are torch's."""
         return dict(json.loads(self._types.read_text())) if self._types.exists() else {}
 
     def note(self, held: Held, types: Mapping[str, str] | None) -> None:
@@ -380,7 +375,6 @@ class _Memory(Memory):
         self._note.write_text(f"{run} {held.order.round}")
 
     def forget(self) -> None:
-        """Forget the model."""
         self._note.unlink(missing_ok=True)
 
 
@@ -396,15 +390,11 @@ def _arrays(data: Mapping[str, Any]) -> Values | None:
 
 def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the types of tensors that are torch's; arrays are left out."""
-    return {
-        name: str(value.dtype).removeprefix("torch.")
-        for name, value in data.items()
-        if not isinstance(value, np.ndarray | np.generic)
-    }
+    tensors = {n: v for n, v in data.items() if not isinstance(v, np.ndarray | np.generic)}
+    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
 
 
 def _like(values: Mapping[str, Tensor], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return arrays, those that have a type of torch's as its tensors."""
     if not types:
         return dict(values)
     import torch

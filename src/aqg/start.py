@@ -37,31 +37,20 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, WireError
 from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
 from aqg.protocol.digests import DIGEST_BYTES, start_digest
-from aqg.wire.sections import (
-    BYTES,
-    Alphabet,
-    Plane,
-    decode_planes,
-    encode_planes,
-    join_bytes,
-    split_bytes,
-)
+from aqg.wire import sections
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import Reader, seal, write_part, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.types import Float64Array, FloatArray
 
 WAYS = ("seed", "digest", "rounded", "exact")
 ROUNDED_BITS = 8
@@ -155,8 +144,7 @@ def unpack(
     if code == _DIGEST:
         return _compared(reader.rest().tobytes(), held)
     if code == _EXACT:
-        exact: FloatArray = decode_vector(reader.rest(), np.zeros(count, dtype))
-        return exact
+        return decode_vector(reader.rest(), np.zeros(count, dtype))
     if code == _SEED:
         return _read_tensors(reader, sizes, np.dtype(dtype))
     return _unround(reader, sizes).astype(dtype)
@@ -171,7 +159,6 @@ def settle(
 
 
 def require_way(way: str) -> None:
-    """Raise unless there is such a way."""
     if way not in WAYS:
         raise ConfigError(f"start is {way!r}; choose from {', '.join(WAYS)}")
 
@@ -320,14 +307,12 @@ def _write_tensors(params: FloatArray, shapes: Shapes, bits: int) -> Iterator[by
     laws = laws_of(params, shapes)
     for law, values in zip(laws, _tensors(params, _sizes(shapes)), strict=True):
         if law is None:
-            is_short = len(values) < _FEW
             own = values.astype(params.dtype)
-            payload = (
-                encode_vector(own, np.zeros_like(own))
-                if is_short
-                else _round(own, [len(own)], bits)
-            )
-            yield bytes([_EXACT_TENSOR if is_short else _ROUNDED_TENSOR]) + write_part(payload)
+            if len(values) < _FEW:
+                kind, payload = _EXACT_TENSOR, encode_vector(own, np.zeros_like(own))
+            else:
+                kind, payload = _ROUNDED_TENSOR, _round(own, [len(own)], bits)
+            yield bytes([kind]) + write_part(payload)
             continue
         has_center = law.center != 0 or math.copysign(1, law.center) < 0
         yield bytes([law.kind + _CENTERED * has_center])
@@ -395,7 +380,7 @@ def _round(params: FloatArray, sizes: list[int], bits: int) -> bytes:
     top = (1 << bits - 1) - 1
     nonzero = scales > 0
     levels = np.rint(values[nonzero] / scales[nonzero] * top) + top
-    planes = split_bytes(codes, [BYTES] * 2)
+    planes = sections.split_bytes(codes, [BYTES] * 2)
     planes.append(Plane(levels.astype(np.uint8), _alphabet(bits)))
     return head + b"".join(write_part(encode_planes([plane])) for plane in planes)
 
@@ -414,7 +399,7 @@ def _unround(reader: Reader, sizes: list[int]) -> Float64Array:
         place = np.repeat(is_used, sizes)
         parts = [reader.part("a list of scales") for _ in range(2)]
         planes = [decode_planes(part, [BYTES], len(starts))[0] for part in parts]
-        codes = join_bytes(planes, np.uint16)
+        codes = sections.join_bytes(planes, np.uint16)
         if (codes >= 0x7F80).any() or not codes.any():
             raise WireError("the scales of the rounded model are not numbers above zero")
         scales = np.repeat(_from_codes(codes), np.diff(starts, append=int(place.sum())))

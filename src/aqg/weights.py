@@ -124,8 +124,7 @@ def to_bytes(tensors: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
 
         # Tied weights share memory, which the format does not know.
         copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        content: bytes = save(copies, texts)
-        return content
+        return save(copies, texts)
     from safetensors.numpy import save as save_arrays
 
     return save_arrays({k: np.asarray(v, order="C") for k, v in tensors.items()}, texts)
@@ -225,5 +224,4 @@ def as_numpy(value: Any) -> NDArray[Any]:
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     tensor = value.detach().cpu()
-    array: NDArray[Any] = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
-    return array
+    return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()

@@ -382,9 +382,9 @@ def test_every_upload_is_counted_once(widths, max_bins):
 @given(widths_of_runs, st.integers(1, 20), st.integers(1, 5))
 def test_every_client_is_counted_in_its_row(widths, max_bins, max_rows):
     activity = watch_clients(widths, max_bins, max_rows)
-    assert activity.uploads.shape == (len(activity.client_edges) - 1, len(activity.edges) - 1)
+    assert activity.uploads.shape == (len(activity.clients) - 1, len(activity.edges) - 1)
     for row, (first, end) in enumerate(
-        zip(activity.client_edges[:-1], activity.client_edges[1:], strict=True)
+        zip(activity.clients[:-1], activity.clients[1:], strict=True)
     ):
         part = widths[:, first:end]
         assert activity.uploads[row].sum() == (part > 0).sum()

@@ -7,10 +7,7 @@ from aqg.runs.setup import build_problem, find_minimum, make_simulation
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("split", "low", "high"),
-    [("iid", 0.3, 0.5), ("source", 0.3, 0.55)],
-)
+@pytest.mark.parametrize(("split", "low", "high"), [("iid", 0.3, 0.5), ("source", 0.3, 0.55)])
 def test_two_level_saves_of_laq_bits(split, low, high, data_dir):
     settings = {"dataset": "heterogeneous", "scaling": "sum", "partition": split}
     bits = {}

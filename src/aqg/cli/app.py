@@ -253,14 +253,9 @@ def _follow(
     simulation = make_simulation(config, problem)
     with Progress(console=console, transient=True) as bars:
         task = bars.add_task(f"Repeating {config.recipe}", total=num_rounds)
+        given = problem.num_clients, minimum or 0.0, widest_weights(recipe), config.alpha
         trace = watch_run(
-            simulation,
-            num_rounds,
-            problem.num_clients,
-            0.0 if minimum is None else minimum,
-            widest_weights(recipe),
-            config.alpha,
-            lambda number: bars.update(task, completed=number),
+            simulation, num_rounds, *given, lambda number: bars.update(task, completed=number)
         )
     model = simulation.parameters
     if not np.isfinite(model).all():

@@ -25,8 +25,6 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Given):
-    """What most commands take."""
-
     data_dir: Path | None = setting(None, "Where datasets are kept.")
     as_json: bool = setting(False, "Print one JSON object.", key="--json")
     allow_code: bool = setting(False,

@@ -14,17 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aqg.cli.display import (
-    BASELINES,
-    DIRECTIONS_NOTE,
-    Row,
-    headline,
-    progress_bars,
-    result_table,
-    say,
-    target_table,
-    widen,
-)
+from aqg.cli import display
+from aqg.cli.display import say
 from aqg.cli.options import RunOptions
 from aqg.core.step_sizes import AUTO
 from aqg.errors import AqgError, ConfigError, RunError
@@ -33,14 +24,7 @@ from aqg.report.pictures import draw_comparison
 from aqg.report.runs import compare as group_runs
 from aqg.report.runs import read_runs
 from aqg.runs import loop
-from aqg.runs.config import (
-    RunConfig,
-    guard_file,
-    named_settings,
-    names_step,
-    resolve,
-    to_toml,
-)
+from aqg.runs.config import RunConfig, guard_file, named_settings, names_step, resolve, to_toml
 from aqg.runs.directory import (
     CONFIG,
     ROUNDS,
@@ -116,7 +100,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     # A single run's directory is locked by the run itself.
     lock = locked(plan.directory) if plan.is_batch else nullcontext()
     rows = []
-    with lock, progress_bars(console, names, config.rounds) as watcher, stop_requests(stop):
+    with lock, display.progress_bars(console, names, config.rounds) as watcher, stop_requests(stop):
         try:
             for one, place in plan.runs:
                 if stop.is_set():
@@ -138,13 +122,13 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     if options.as_json:
         sys.stdout.write(text)
         return
-    widen(console, 120)
-    console.print(result_table(rows, console.width).to_terminal())
-    note = DIRECTIONS_NOTE
-    if any(row["recipe"] in BASELINES for row in rows):
+    display.widen(console, 120)
+    console.print(display.result_table(rows, console.width).to_terminal())
+    note = display.DIRECTIONS_NOTE
+    if any(row["recipe"] in display.BASELINES for row in rows):
         note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
-    sentence = headline(rows)
+    sentence = display.headline(rows)
     if sentence is not None:
         say(console, f"{sentence}\n")
     for seen, row in zip(shown.runs, rows, strict=True):
@@ -157,7 +141,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
             say(console, f"{text}\n", style="yellow")
     if config.target is not None:
         console.print(f"Cost until the loss stays within {config.target:g} of its minimum:")
-        console.print(target_table(rows).to_terminal())
+        console.print(display.target_table(rows).to_terminal())
     say(console, f"Picture: {plan.directory / FIGURE}")
     say(console, f"Clients: {plan.directory / CLIENTS} (who holds what)")
     say(console, f"Models: {plan.runs[0][1] / BEST} and so on")
@@ -167,7 +151,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
 
 def _train(
     config: RunConfig, problem: Problem, minimum: loop.Minimum, directory: Path, contact: Contact
-) -> Row:
+) -> display.Row:
     try:
         return loop.run(config, problem, minimum, directory, contact)
     except (AqgError, Interrupted):

@@ -21,13 +21,7 @@ from aqg.cli.display import DIRECTIONS_NOTE, Overview, say, sweep_table, widen
 from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.runs.config import (
-    RunConfig,
-    located,
-    named_settings,
-    refuse_changes,
-    refuse_unnamed_code,
-)
+from aqg.runs.config import RunConfig, located, named_settings, refuse_changes, refuse_unnamed_code
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
@@ -38,16 +32,8 @@ from aqg.spec import Code
 from aqg.studies import sweep as sweeps
 from aqg.studies.contest import plan as contest
 from aqg.studies.contest import table as contest_table
+from aqg.studies.contest import tasks as contest_tasks
 from aqg.studies.contest.search import parse_recipes, read_tuned
-from aqg.studies.contest.tasks import (
-    Task,
-    available,
-    check_code_and_files,
-    in_order,
-    make_own_task,
-    parse_target,
-    parse_tasks,
-)
 from aqg.studies.paper import outcomes
 from aqg.studies.paper.plan import FULL, QUICK, PlannedRun, make_plan, parse_sections
 from aqg.studies.paper.tables import all_tables, keep_results
@@ -247,8 +233,6 @@ def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What to do, and where."""
-
     comparison: contest.Comparison
     part: contest.Comparison  # what to run now
     directory: Path
@@ -265,7 +249,7 @@ def compare(options: CompareOptions) -> int:
         comparison = contest.Comparison.open(options.saved)
         _show_comparison(console, comparison, options.saved, options.as_json)
         return 0
-    target = parse_target(options.target, options.target_accuracy)
+    target = contest_tasks.parse_target(options.target, options.target_accuracy)
     check_device(options.device)
     where = Where(options.jobs, options.cluster, options.data_dir)
     if options.resume is not None:
@@ -281,11 +265,11 @@ def compare(options: CompareOptions) -> int:
 
 
 def _own_tasks(
-    options: CompareOptions, target: Target | None, before: tuple[Task, ...] = ()
-) -> tuple[Task, ...]:
+    options: CompareOptions, target: Target | None, before: tuple[contest_tasks.Task, ...] = ()
+) -> tuple[contest_tasks.Task, ...]:
     """Return the user's own task, if there is one; ``before`` may hold it."""
     if named := named_settings(options.assignments, options.flags):
-        return (make_own_task(named, target, options.data_dir, before),)
+        return (contest_tasks.make_own_task(named, target, options.data_dir, before),)
     if target is not None:
         raise ConfigError(
             f"a target ({target}) is for a task of your own; name it with --problem, "
@@ -296,8 +280,8 @@ def _own_tasks(
 
 def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comparison, list[str]]:
     own = _own_tasks(options, target)
-    named = parse_tasks(options.task) if options.task or not own else ()
-    tasks, lines = available(in_order((*named, *own)), options.data_dir)
+    named = contest_tasks.parse_tasks(options.task) if options.task or not own else ()
+    tasks, lines = contest_tasks.available(contest_tasks.in_order((*named, *own)), options.data_dir)
     seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
     recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
     comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
@@ -320,8 +304,10 @@ def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _
     part = comparison.narrowed(tasks, recipes)
     where = repr(str(directory / contest.PLAN))
     settings = named_settings(options.assignments, options.flags)
-    check_code_and_files(part.tasks, settings, allowed=options.allow_code, where=where)
-    kept, lines = available(part.tasks, options.data_dir)
+    contest_tasks.check_code_and_files(
+        part.tasks, settings, allowed=options.allow_code, where=where
+    )
+    kept, lines = contest_tasks.available(part.tasks, options.data_dir)
     return _Work(comparison, part.narrowed(kept, ()), directory, False, again, lines)
 
 

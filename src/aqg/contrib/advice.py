@@ -10,18 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.contrib import theory
-from aqg.contrib.theory import (
-    Constants,
-    Curvature,
-    LyapunovTrace,
-    global_constants,
-    local_curvature,
-)
+from aqg.contrib.theory import Constants, Curvature, LyapunovTrace
 from aqg.core.policies import Always, Lazy, LazyExact, Multilevel, Tolerance, TwoLevel
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import make_recipe
 from aqg.core.types import Float64Array
 from aqg.runs.config import RunConfig
+from aqg.runs.directory import finite_or_none
 from aqg.sim.problem import Problem
 
 
@@ -43,8 +38,8 @@ class Landscape(NamedTuple):
 
 def survey(problem: Problem, weights: Float64Array) -> Landscape:
     """Measure the loss ``Σ_m w_m f_m``, once for all rules that may run on it."""
-    constants = global_constants(problem, weights)
-    start = local_curvature(problem, problem.initial_params, weights, smallest=constants is None)
+    constants, model = theory.global_constants(problem, weights), problem.initial_params
+    start = theory.local_curvature(problem, model, weights, smallest=constants is None)
     return Landscape(constants, start)
 
 
@@ -102,7 +97,7 @@ def advise(
         "smoothness": None if constants is None else smoothness,
         "strong_convexity": convexity,
         "largest_curvature_at_start": landscape.start.largest,
-        "smallest_curvature_at_start": _finite(landscape.start.smallest),
+        "smallest_curvature_at_start": finite_or_none(landscape.start.smallest),
         "largest_guaranteed_alpha": guaranteed,
         "largest_guaranteed_alpha_within_tolerance": wider,
         "is_guaranteed": is_guaranteed,
@@ -115,11 +110,11 @@ def advise(
         row["lyapunov"] = {
             "rounds": len(trace.values),
             "rounds_above_rounding": trace.above_rounding,
-            "decrease_share": _finite(trace.decrease_share),
-            "fitted_rate": _finite(trace.fitted_rate),
+            "decrease_share": finite_or_none(trace.decrease_share),
+            "fitted_rate": finite_or_none(trace.fitted_rate),
         }
     if end is not None:
-        row["largest_curvature_at_end"] = _finite(end.largest)
+        row["largest_curvature_at_end"] = finite_or_none(end.largest)
     return Advice(row, landscape, num_clients, early, trace)
 
 
@@ -135,10 +130,6 @@ def _outside(config: RunConfig) -> list[str]:
         f"the server's optimizer is {config.optimizer}": config.optimizer != "sgd",
     }
     return [text for text, holds in found.items() if holds]
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def sentences(advice: Advice) -> Iterator[str]:

@@ -80,12 +80,10 @@ class Foresight:
 
     @property
     def gradients(self) -> Tensor:
-        """Of all clients."""
         return self.recording.outputs[0]
 
     @property
     def deltas(self) -> Tensor:
-        """Of all clients."""
         return self.recording.outputs[1]
 
     def begin(self) -> None:

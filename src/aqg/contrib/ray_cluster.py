@@ -20,19 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from aqg.errors import ConfigError, RunError
+from aqg.runs import executor
 from aqg.runs.config import load_plugins
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY
-from aqg.runs.executor import (
-    ONE_THREAD,
-    Contact,
-    Event,
-    Failed,
-    Handle,
-    Place,
-    Reported,
-    Task,
-    attempt,
-)
+from aqg.runs.executor import Contact, Event, Failed, Handle, Place, Reported, Task
 from aqg.runs.files import write_atomically
 from aqg.runs.plan import Train, load, problem_key
 from aqg.sim.problem import Problem
@@ -100,7 +91,7 @@ class RayCluster(Place):
                 address=self._address,
                 log_to_driver=False,
                 logging_level="ERROR",
-                runtime_env={"env_vars": ONE_THREAD},
+                runtime_env={"env_vars": executor.ONE_THREAD},
             )
         except Exception as error:  # Ray raises whatever it meets
             text = " ".join(str(error).split())[:200]
@@ -218,7 +209,7 @@ class _Worker:
             lambda value: events.put(Reported(index, value)), lambda: self._is_stopped
         )
         done = task if problem is None else task.on(problem)
-        thread = threading.Thread(target=lambda: events.put(attempt(index, done, contact)))
+        thread = threading.Thread(target=lambda: events.put(executor.attempt(index, done, contact)))
         thread.start()
         while True:
             event = events.get()

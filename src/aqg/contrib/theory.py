@@ -46,7 +46,6 @@ class Constants:
 
     @property
     def condition(self) -> float:
-        """``L/μ``."""
         return self.smoothness / self.strong_convexity if self.strong_convexity else np.inf
 
 
@@ -90,10 +89,7 @@ def global_constants(problem: Problem, weights: Float64Array) -> Constants | Non
 
 
 def local_curvature(
-    problem: Problem,
-    params: FloatArray,
-    weights: Float64Array,
-    smallest: bool = True,
+    problem: Problem, params: FloatArray, weights: Float64Array, smallest: bool = True
 ) -> Curvature:
     """Estimate the extreme eigenvalues of ``∇²f(θ)``, for any objective.
 
@@ -127,8 +123,7 @@ def local_curvature(
         direction = vector.ravel()
         step = 1e-4 * max(1.0, float(np.linalg.norm(point))) / float(np.linalg.norm(direction))
         ahead, behind = gradient(point + step * direction), gradient(point - step * direction)
-        product: Float64Array = (ahead - behind) / (2 * step)
-        return product
+        return (ahead - behind) / (2 * step)
 
     length = len(point)
     if length <= 2:
@@ -138,17 +133,11 @@ def local_curvature(
     operator = LinearOperator((length, length), matvec=multiply, dtype=np.float64)
     start = random.standard_normal(length)
 
+    how = {"k": 1, "v0": start, "tol": _LANCZOS_TOLERANCE, "maxiter": 30}
+
     def extreme(which: str) -> float:
         try:
-            values = eigsh(
-                operator,
-                k=1,
-                which=which,
-                v0=start,
-                tol=_LANCZOS_TOLERANCE,
-                maxiter=30,
-                return_eigenvectors=False,
-            )
+            values = eigsh(operator, which=which, return_eigenvectors=False, **how)
         except ArpackNoConvergence as error:
             values = error.eigenvalues
         return float(values[0]) if len(values) else float("nan")
@@ -315,8 +304,7 @@ def step_weights(weights: Sequence[float], alpha: float) -> Float64Array:
     """
     if not alpha > 0:
         raise ConfigError(f"alpha is {alpha}; it must be above 0")
-    beta: Float64Array = np.cumsum(np.asarray(weights, np.float64)[::-1])[::-1] / alpha
-    return beta
+    return np.cumsum(np.asarray(weights, np.float64)[::-1])[::-1] / alpha
 
 
 def watch_run(

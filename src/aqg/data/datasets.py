@@ -56,8 +56,6 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A public file and how to know it."""
-
     path: str  # where it lives below the data directory, with forward slashes
     sha256: str  # hex digest of the content, after gzip decompression if ``path`` ends in ``.gz``
     urls: tuple[str, ...]  # where to get it, in the order to try
@@ -169,8 +167,6 @@ NUM_SHARED_FEATURES = 34
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Samples and their labels."""
-
     name: str  # the name it was loaded by
     features: NDArray[Any]  # ``(N, ...)``, floating point, or integers such as token ids
     # ``(N,)``, int64 in ``0..num_classes-1``; or targets of any shape ``(N, ...)``
@@ -192,10 +188,8 @@ class Dataset:
             _check_samples(
                 f"{self.name} (test)", self.test_features, self.test_labels, self.num_classes
             )
-            for what, train, test in (
-                ("features", self.features, self.test_features),
-                ("labels", self.labels, self.test_labels),
-            ):
+            pairs = (self.features, self.test_features), (self.labels, self.test_labels)
+            for what, (train, test) in zip(("features", "labels"), pairs, strict=True):
                 if train.shape[1:] != test.shape[1:]:
                     raise DataError(
                         f"dataset {self.name!r} has {what} of shape {train.shape}, and of shape "
@@ -276,26 +270,18 @@ def _remote_files(
     )
 
 
+_MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist",
+    "https://storage.googleapis.com/cvdf-datasets/mnist",
+)
+_MNIST_DIGESTS = {
+    "train-images-idx3": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
 MNIST_FILES = _remote_files(
-    "mnist",
-    (
-        "https://ossci-datasets.s3.amazonaws.com/mnist",
-        "https://storage.googleapis.com/cvdf-datasets/mnist",
-    ),
-    {
-        "train-images-idx3-ubyte.gz": (
-            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
-        ),
-        "train-labels-idx1-ubyte.gz": (
-            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"
-        ),
-        "t10k-images-idx3-ubyte.gz": (
-            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"
-        ),
-        "t10k-labels-idx1-ubyte.gz": (
-            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
-        ),
-    },
+    "mnist", _MNIST_MIRRORS, {f"{name}-ubyte.gz": sha for name, sha in _MNIST_DIGESTS.items()}
 )
 
 
@@ -316,29 +302,29 @@ def load_mnist(data_dir: Path | None = None) -> Dataset:
     return Dataset("mnist", images(x), labels(y), 10, images(x_test), labels(y_test))
 
 
-def _source_files(folder: str, features: str, labels: str) -> tuple[RemoteFile, ...]:
-    repository = "https://raw.githubusercontent.com/chentianyi1991/LAG-code"
-    versions = ("master", "9a0b2b7c183ed07798fd71a6a8e8262b3fa019a0")
-    mirrors = [f"{repository}/{version}/{folder}" for version in versions]
-    return _remote_files(f"lag/{folder}", mirrors, {"data.txt": features, "y.txt": labels})
-
-
-HETEROGENEOUS_FILES = (
-    _source_files(  # Adult
-        "data9",
+_LAG = "https://raw.githubusercontent.com/chentianyi1991/LAG-code"
+_LAG_VERSIONS = ("master", "9a0b2b7c183ed07798fd71a6a8e8262b3fa019a0")
+_LAG_DIGESTS = {
+    "data9": (  # Adult
         "42e46316bcd20a2e98f2329f9cf8dde0852b55625dae606334247f22720e451c",
         "b7c12be0f3f242ecfd0101e50406a42821b6ebddaa261043473bdb2c5547cb81",
     ),
-    _source_files(  # Ionosphere
-        "data2",
+    "data2": (  # Ionosphere
         "7d068ff93ad4b682e179833dfdc3815b4fdbab1bb730b26290f8ff70d8c6e791",
         "3ef07f6bcee8b26650afb07c292e7453c0b4816c3908168bf6baa93bce701f10",
     ),
-    _source_files(  # Derm
-        "data11",
+    "data11": (  # Derm
         "9f3aa984c6ac0698fb6b6351264250d6093cc263ad5a1d9a2ffde0f855e53271",
         "1a64111d6b8b6cdbea81267818646c9d1d7b7d71ee0e0a0597326c39e9a849a7",
     ),
+}
+HETEROGENEOUS_FILES = tuple(
+    _remote_files(
+        f"lag/{folder}",
+        [f"{_LAG}/{version}/{folder}" for version in _LAG_VERSIONS],
+        dict(zip(("data.txt", "y.txt"), digests, strict=True)),
+    )
+    for folder, digests in _LAG_DIGESTS.items()
 )
 
 
@@ -372,26 +358,16 @@ class DatasetInfo:
     load: Callable[[Path | None], Dataset]
 
 
+_DIGITS = "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download"
+_MNIST = "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors"
+_HETEROGENEOUS = (
+    "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's three sets; "
+    "2 MB from the LAG repository on GitHub"
+)
 DATASETS: dict[str, DatasetInfo] = {
-    info.name: info
-    for info in (
-        DatasetInfo(
-            "digits",
-            "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
-            lambda _: load_digits(),
-        ),
-        DatasetInfo(
-            "mnist",
-            "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
-            load_mnist,
-        ),
-        DatasetInfo(
-            "heterogeneous",
-            "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's "
-            "three sets; 2 MB from the LAG repository on GitHub",
-            load_heterogeneous,
-        ),
-    )
+    "digits": DatasetInfo("digits", _DIGITS, lambda _: load_digits()),
+    "mnist": DatasetInfo("mnist", _MNIST, load_mnist),
+    "heterogeneous": DatasetInfo("heterogeneous", _HETEROGENEOUS, load_heterogeneous),
 }
 
 
@@ -473,29 +449,27 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
                 raise DataError(f"{str(path)!r} holds a single array; write it with numpy.savez")
             missing = [name for name in needed if name not in content]
             if missing:
-                found = ", ".join(content.files) or "nothing"
+                held = ", ".join(content.files) or "nothing"
                 raise DataError(
-                    f"{str(path)!r} has no array {missing[0]!r}; it holds {found}, and "
+                    f"{str(path)!r} has no array {missing[0]!r}; it holds {held}, and "
                     f"{' and '.join(needed)} are needed"
                 )
-            names = (name for name in (*needed, *optional) if name in content)
-            return {name: _array(path, content, name) for name in names}
+            found: Arrays = {}
+            for name in (*needed, *optional):
+                if name in content:
+                    try:
+                        found[name] = content[name]
+                    except ValueError:
+                        raise DataError(
+                            f"array {name!r} of {str(path)!r} holds Python objects, which are not "
+                            "loaded; convert it to numbers or texts first"
+                        ) from None
+            return found
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"dataset {str(path)!r} cannot be read: {reason}") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{str(path)!r} is not a file that numpy.savez wrote: {error}") from None
-
-
-def _array(path: Path, content: Any, name: str) -> NDArray[Any]:
-    try:
-        array: NDArray[Any] = content[name]
-    except ValueError:
-        raise DataError(
-            f"array {name!r} of {str(path)!r} holds Python objects, which are not loaded; "
-            "convert it to numbers or texts first"
-        ) from None
-    return array
 
 
 def _check_numbers(path: Path, name: str, array: NDArray[Any]) -> None:

@@ -18,6 +18,7 @@ empty, and all but ``source`` use every sample. The same seed gives the same par
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -59,100 +60,88 @@ class Partition:
         return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
 
 
-def _iid() -> Split:
+def _iid(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
     """Cut a random permutation of the samples into parts whose sizes differ by at most one."""
-    return lambda dataset, num_clients, generator: np.array_split(
-        generator.permutation(len(dataset)), num_clients
-    )
+    return np.array_split(generator.permutation(len(dataset)), num_clients)
 
 
-def _label() -> Split:
+def _label(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
     """Give client ``m`` label ``m mod num_classes``; the seed plays no part.
 
     Clients with the same label share its samples in consecutive slices whose sizes differ by at
     most one.
     """
-
-    def split(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
-        _require_classes(dataset, "label")
-        num_classes = dataset.num_classes
-        if num_clients < num_classes:
+    _require_classes(dataset, "label")
+    num_classes = dataset.num_classes
+    if num_clients < num_classes:
+        raise DataError(
+            f"one label per client needs at least {num_classes} clients for the "
+            f"{num_classes} labels of {dataset.name!r}, got {num_clients}"
+        )
+    parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * num_clients
+    for label in range(num_classes):
+        samples = np.flatnonzero(dataset.labels == label)
+        num_holders = len(range(label, num_clients, num_classes))
+        if len(samples) < num_holders:
             raise DataError(
-                f"one label per client needs at least {num_classes} clients for the "
-                f"{num_classes} labels of {dataset.name!r}, got {num_clients}"
+                f"label {label} of {dataset.name!r} has {len(samples)} samples, "
+                f"too few for the {num_holders} of {num_clients} clients that hold it"
             )
-        parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * num_clients
-        for label in range(num_classes):
-            samples = np.flatnonzero(dataset.labels == label)
-            num_holders = len(range(label, num_clients, num_classes))
-            if len(samples) < num_holders:
-                raise DataError(
-                    f"label {label} of {dataset.name!r} has {len(samples)} samples, "
-                    f"too few for the {num_holders} of {num_clients} clients that hold it"
-                )
-            parts[label::num_classes] = np.array_split(samples, num_holders)
-        return parts
-
-    return split
+        parts[label::num_classes] = np.array_split(samples, num_holders)
+    return parts
 
 
-def _source(*, shuffled: bool = False) -> Split:
+def _source(
+    dataset: Dataset, num_clients: int, generator: np.random.Generator, shuffled: bool = False
+) -> Parts:
     """Cut each original set into equal slices, as in the paper's 18 clients.
 
     With ``S`` sets and ``M`` clients, the first ``M/S`` clients share set 0, the next ``M/S`` set
     1, and so on. What is left of a set after equal slices is dropped. Slices are consecutive, and
     the seed plays no part, unless the sets are ``shuffled`` first.
     """
-
-    def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
-        if dataset.sources is None:
+    if dataset.sources is None:
+        raise DataError(
+            f"dataset {dataset.name!r} has a single source; partition 'source' needs one made "
+            f"of several sets, such as 'heterogeneous'"
+        )
+    sources = np.unique(dataset.sources)
+    if num_clients % len(sources):
+        raise DataError(
+            f"{num_clients} clients cannot share the {len(sources)} sources of "
+            f"{dataset.name!r} evenly; use a multiple of {len(sources)}"
+        )
+    clients_per_source = num_clients // len(sources)
+    parts = []
+    for source in sources:
+        samples = np.flatnonzero(dataset.sources == source)
+        if shuffled:
+            samples = generator.permutation(samples)
+        size = len(samples) // clients_per_source
+        if size == 0:
             raise DataError(
-                f"dataset {dataset.name!r} has a single source; partition 'source' needs one made "
-                f"of several sets, such as 'heterogeneous'"
+                f"source {source} of {dataset.name!r} has {len(samples)} samples, "
+                f"too few for {clients_per_source} clients"
             )
-        sources = np.unique(dataset.sources)
-        if num_clients % len(sources):
-            raise DataError(
-                f"{num_clients} clients cannot share the {len(sources)} sources of "
-                f"{dataset.name!r} evenly; use a multiple of {len(sources)}"
-            )
-        clients_per_source = num_clients // len(sources)
-        parts = []
-        for source in sources:
-            samples = np.flatnonzero(dataset.sources == source)
-            if shuffled:
-                samples = generator.permutation(samples)
-            size = len(samples) // clients_per_source
-            if size == 0:
-                raise DataError(
-                    f"source {source} of {dataset.name!r} has {len(samples)} samples, "
-                    f"too few for {clients_per_source} clients"
-                )
-            parts += [samples[i * size : (i + 1) * size] for i in range(clients_per_source)]
-        return parts
-
-    return split
+        parts += [samples[i * size : (i + 1) * size] for i in range(clients_per_source)]
+    return parts
 
 
-def _natural() -> Split:
+def _natural(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
     """Give client ``m`` the samples that `Dataset.clients` says; the seed plays no part."""
-
-    def split(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
-        if dataset.clients is None:
-            raise DataError(
-                f"dataset {dataset.name!r} does not say which client a sample belongs to; "
-                "partition 'natural' needs a file with an array 'client'"
-            )
-        sizes = np.bincount(dataset.clients)
-        if num_clients != len(sizes):
-            raise DataError(
-                f"dataset {dataset.name!r} has {len(sizes)} clients of its own, and clients is "
-                f"{num_clients}; leave clients out, or choose another partition"
-            )
-        order = np.argsort(dataset.clients, kind="stable")
-        return np.split(order, np.cumsum(sizes)[:-1])
-
-    return split
+    if dataset.clients is None:
+        raise DataError(
+            f"dataset {dataset.name!r} does not say which client a sample belongs to; "
+            "partition 'natural' needs a file with an array 'client'"
+        )
+    sizes = np.bincount(dataset.clients)
+    if num_clients != len(sizes):
+        raise DataError(
+            f"dataset {dataset.name!r} has {len(sizes)} clients of its own, and clients is "
+            f"{num_clients}; leave clients out, or choose another partition"
+        )
+    order = np.argsort(dataset.clients, kind="stable")
+    return np.split(order, np.cumsum(sizes)[:-1])
 
 
 def _dirichlet(concentration: float) -> Split:
@@ -233,10 +222,10 @@ def _require_classes(dataset: Dataset, spec: str) -> None:
 
 
 PARTITIONS: dict[str, Callable[..., Split]] = {
-    "iid": _iid,
-    "label": _label,
-    "source": _source,
-    "natural": _natural,
+    "iid": lambda: _iid,
+    "label": lambda: _label,
+    "source": lambda *, shuffled=False: partial(_source, shuffled=shuffled),
+    "natural": lambda: _natural,
     "dirichlet": _dirichlet,
     "shards": _shards,
 }

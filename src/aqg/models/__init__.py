@@ -45,14 +45,10 @@ class DataShape:
         DataShape(input_shape=(64,), target_shape=(), num_classes=10, num_tokens=0)
         """
         parts = (dataset.features, dataset.labels, dataset.test_features, dataset.test_labels)
-        num_tokens = 0
-        if dataset.features.dtype.kind in "iu":
-            num_tokens = 1 + max(
-                int(part.max()) for part in parts if part is not None and part.dtype.kind in "iu"
-            )
-        return DataShape(
-            dataset.sample_shape, dataset.labels.shape[1:], dataset.num_classes, num_tokens
-        )
+        whole = [int(p.max()) for p in parts if p is not None and p.dtype.kind in "iu"]
+        num_tokens = 1 + max(whole) if dataset.features.dtype.kind in "iu" else 0
+        shapes = dataset.sample_shape, dataset.labels.shape[1:]
+        return DataShape(*shapes, dataset.num_classes, num_tokens)
 
 
 def is_module(spec: str) -> bool:

@@ -93,8 +93,6 @@ def make_resnet8(shape: DataShape, norm: str = "group", width: int = 16) -> nn.M
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut."""
-
     def __init__(self, channels: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, outputs, 3, stride, padding=1, bias=False)
@@ -178,11 +176,8 @@ class AttentionBlock(nn.Module):
 def make_transformer(
     shape: DataShape, width: int = 64, layers: int = 2, heads: int = 4, dropout: float = 0.0
 ) -> nn.Module:
-    if (
-        not shape.num_tokens
-        or len(shape.input_shape) != 1
-        or shape.target_shape not in ((), shape.input_shape)
-    ):
+    has_rows = len(shape.input_shape) == 1 and shape.target_shape in ((), shape.input_shape)
+    if not (shape.num_tokens and has_rows):
         raise ConfigError(
             f"samples of shape {shape.input_shape} with targets of shape {shape.target_shape} are "
             "no sequences; model 'transformer' needs rows of token ids (whole numbers), and as "

@@ -28,12 +28,10 @@ Scaling: TypeAlias = Literal["mean", "sum"]
 
 
 class Learner(Protocol):
-    """Makes losses and gradients; see `Objective.losses_and_gradients`."""
-
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
-        """Return the loss and its gradient."""
+        """Return the loss and its gradient; see `Objective.losses_and_gradients`."""
 
 
 class Objective(ABC):

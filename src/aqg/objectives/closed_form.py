@@ -46,17 +46,13 @@ class ClosedForm(Objective):
     regularization or the flat vector.
     """
 
+    is_convex = True
+    """Whether the loss is without a regularizer."""
+
     def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        num_features: int,
-        l2: float,
-        scaling: Scaling,
-        *,
-        convex: bool,
+        self, name: str, layout: Layout, num_features: int, l2: float, scaling: Scaling
     ) -> None:
-        super().__init__(name, layout, l2, convex=convex and l2 > 0)
+        super().__init__(name, layout, l2, convex=self.is_convex and l2 > 0)
         self.num_features = num_features
         self.scaling = scaling
 
@@ -233,7 +229,7 @@ class Softmax(_Classes):
 
     def __init__(self, num_features: int, num_classes: int, l2: float, scaling: Scaling) -> None:
         layout = (("weight", (num_features, num_classes)), ("bias", (num_classes,)))
-        super().__init__("softmax", layout, num_features, l2, scaling, convex=True)
+        super().__init__("softmax", layout, num_features, l2, scaling)
 
 
 class Perceptron(_Classes):
@@ -242,6 +238,8 @@ class Perceptron(_Classes):
     >>> Perceptron(num_features=784, num_hidden=200, num_classes=10, l2=0.01, scaling="mean")
     <Perceptron 'mlp:200', 159010 parameters, l2=0.01>
     """
+
+    is_convex = False
 
     def __init__(
         self, num_features: int, num_hidden: int, num_classes: int, l2: float, scaling: Scaling
@@ -252,7 +250,7 @@ class Perceptron(_Classes):
             ("weight2", (num_hidden, num_classes)),
             ("bias2", (num_classes,)),
         )
-        super().__init__(f"mlp:{num_hidden}", layout, num_features, l2, scaling, convex=False)
+        super().__init__(f"mlp:{num_hidden}", layout, num_features, l2, scaling)
 
 
 def class_logits(inputs: Array, weight: Array, bias: Array) -> Array:
@@ -332,7 +330,7 @@ class Logistic(ClosedForm):
 
     def __init__(self, num_features: int, l2: float, scaling: Scaling) -> None:
         layout = (("weight", (num_features,)),)
-        super().__init__("logistic", layout, num_features, l2, scaling, convex=True)
+        super().__init__("logistic", layout, num_features, l2, scaling)
 
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
         if not _is_compiled(features):
@@ -358,8 +356,7 @@ class Logistic(ClosedForm):
         return losses.reshape(clients)[()], gradients.reshape(*clients, num_features)
 
     def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
-        losses, _ = _losses_and_slopes(features @ tensors[0], labels)
-        return losses
+        return _losses_and_slopes(features @ tensors[0], labels)[0]
 
     def _backpropagate(
         self, tensors: Arrays, features: Array, labels: Array, weight: Array, gradients: Arrays
@@ -397,8 +394,6 @@ def _losses_and_slopes(scores: Array, labels: Array) -> tuple[Array, Array]:
 
 _FACTORS = 512
 """So many numbers from 1 to 2 have a product that is in range."""
-
-
 _SUMS = {"reassoc", "contract", "nsz"}
 
 

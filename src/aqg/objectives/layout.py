@@ -39,8 +39,6 @@ Row = tuple[str, Sequence[int], str]
 
 
 class Buffers(NamedTuple):
-    """The values of a module's buffers."""
-
     values: Float64Array  # of all floating-point buffers, ``(num_statistics,)``
     counts: IntArray  # of all integer and boolean buffers, ``(num_counters,)``
 
@@ -93,15 +91,8 @@ class ModelLayout:
             raise ConfigError(f"{model} has 0 parameters that require a gradient")
         state = module.state_dict(keep_vars=True)
         buffers = {name: value for name, value in module.named_buffers() if name in state}
-        layout = cls._of_rows(
-            model,
-            _rows(trainable),
-            _rows(buffers),
-            _normalization_buffers(module),
-            include,
-            exclude,
-            statistics,
-        )
+        tracked, chosen = _normalization_buffers(module), (include, exclude, statistics)
+        layout = cls._of_rows(model, _rows(trainable), _rows(buffers), tracked, *chosen)
         owners: dict[int, str] = {}
         for spec in layout.parameters:
             value = trainable[spec.name]
@@ -149,10 +140,10 @@ class ModelLayout:
     ) -> Self:
         if policy not in POLICIES:
             raise ConfigError(f"statistics {policy!r} is not one of {', '.join(POLICIES)}")
-        wanted, unwanted = _patterns(include) or ("*",), _patterns(exclude)
         names = [name for name, _, _ in trainable]
-        _check_patterns("include", wanted, names)
-        _check_patterns("exclude", unwanted, names + [name for name, _, _ in buffers])
+        wanted = _patterns("include", include, names) or ("*",)
+        known = names + [name for name, _, _ in buffers]
+        unwanted = _patterns("exclude", exclude, known)
         left = [row for row in trainable if not _matches(row[0], unwanted)]
         chosen = [row for row in left if _matches(row[0], wanted)]
         if not chosen:
@@ -188,10 +179,6 @@ class ModelLayout:
     @property
     def num_statistics(self) -> int:
         return sum(spec.size for spec in self.statistics)
-
-    @property
-    def num_counters(self) -> int:
-        return sum(spec.size for spec in self.counters)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -266,7 +253,7 @@ class ModelLayout:
 
     def buffers_of(self, tensors: Mapping[str, Tensor]) -> Buffers:
         values = np.empty(self.num_statistics)
-        counts = np.empty(self.num_counters, np.int64)
+        counts = np.empty(sum(spec.size for spec in self.counters), np.int64)
         for target, specs in ((values, self.statistics), (counts, self.counters)):
             for spec in specs:
                 tensor = tensors.get(spec.name)
@@ -284,23 +271,21 @@ class ModelLayout:
         write_tensors(module, self.counters, buffers.counts)
 
 
-def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(option: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+def _patterns(
+    option: str, given: str | Sequence[str] | None, names: Sequence[str]
+) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"{option} pattern {pattern!r} matches none of the {len(names)} tensors, "
                 f"such as {', '.join(names[:3])}"
             )
+    return patterns
 
 
 def _check_materialized(module: nn.Module) -> None:
@@ -321,8 +306,6 @@ def _normalization_buffers(module: nn.Module) -> set[str]:
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a module."""
-
     name: str  # as in ``named_parameters`` or ``named_buffers``
     shape: tuple[int, ...]  # of the tensor
     dtype: str  # of the module's own tensor, such as ``"float32"``

@@ -32,6 +32,7 @@ from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.objectives.metrics import main_output
+from aqg.spec import seeded
 
 _STACK_BYTES = 1 << 24
 """The most features that are differentiated at once; activations take a multiple of it."""
@@ -39,12 +40,8 @@ _MEASURED_AT_ONCE = 1024
 """The most samples of which outputs are computed at once."""
 
 _DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 
 _logger = logging.getLogger(__name__)
@@ -94,9 +91,13 @@ class ModuleObjective(Objective):
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         if reset:
             check_reset(module)
-        private = _private_copy(module)
-        if statistics == "frozen":
-            freeze_statistics(private)
+        try:
+            private = copy.deepcopy(module).cpu()
+        except Exception as error:  # anything may hang on a module that knows no copying
+            raise ConfigError(f"{type(module).__name__} cannot be copied: {error}") from error
+        for layer in private.modules() if statistics == "frozen" else ():
+            if getattr(layer, "track_running_stats", False):
+                layer.eval()  # it uses the statistics it has, and leaves them alone
         super().__init__(name, layout.shapes, l2, convex=False)
         self.model_layout = layout
         self.input_shape = input_shape
@@ -119,7 +120,11 @@ class ModuleObjective(Objective):
         module = self.module
         if self._reset:
             module = copy.deepcopy(module)
-            _reset_parameters(module, seed)
+            with seeded(seed):
+                # Inner layers first, so that what an outer one does to its parts remains.
+                for layer in reversed(list(module.modules())):
+                    if callable(draw := getattr(layer, "reset_parameters", None)):
+                        draw()
         return self.model_layout.flatten(module).astype(np.float64)
 
     def initial_buffers(self) -> Buffers:
@@ -176,8 +181,7 @@ class ModuleObjective(Objective):
         self, params: Array, features: Array, labels: Array
     ) -> tuple[Array, Array]:
         self.require_repeatable()
-        losses, gradients = self._run(params, features, labels, differentiate=True)
-        return losses, gradients
+        return self._run(params, features, labels, differentiate=True)
 
     def _run(
         self, params: Array, features: Array, labels: Array, *, differentiate: bool
@@ -236,7 +240,6 @@ class ModuleObjective(Objective):
                 yield self._call(flat, self._measured(flat), part, training=False)
 
     def _measured(self, flat: Tensor) -> State:
-        """Return the buffers with which a model is measured."""
         return self._state(flat, None if self.carrier is None else self.carrier.evaluation())
 
     def _stacked(
@@ -333,12 +336,10 @@ class ModuleObjective(Objective):
         return outputs
 
     def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        if self._shapes_were_checked or len(targets) < 2:
+        is_checked = self._shapes_were_checked or len(targets) < 2
+        with nullcontext() if is_checked else _Watch(outputs, targets, self.name):
             loss = self._loss_function(outputs, targets)
-        else:
-            with _Watch(outputs, targets, self.name):
-                loss = self._loss_function(outputs, targets)
-            self._shapes_were_checked = True
+        self._shapes_were_checked = self._shapes_were_checked or not is_checked
         if loss.shape != ():
             raise ConfigError(
                 f"the loss has shape {tuple(loss.shape)}; it must be one number, the mean over "
@@ -365,12 +366,12 @@ class ModuleObjective(Objective):
                 f"(..., samples, {wanted})"
             )
         flat, tensor = _tensor(params), _tensor(features)
-        if tensor.is_floating_point() and tensor.dtype != flat.dtype:
+        if not tensor.is_floating_point():
+            tensor = tensor.long()
+        elif tensor.dtype != flat.dtype:
             raise ConfigError(
                 f"parameters are {params.dtype} and features {features.dtype}; they must agree"
             )
-        if not tensor.is_floating_point():
-            tensor = tensor.long()
         *leading, num_samples = tensor.shape[:-num_axes]
         sample = shape or (num_features,)
         inputs = tensor.reshape(math.prod(leading), num_samples, *sample)
@@ -391,12 +392,8 @@ class ModuleObjective(Objective):
             raise DataError("a client has 0 samples; a mean loss needs at least 1")
         targets = _tensor(labels)
         targets = targets.to(flat.dtype) if targets.is_floating_point() else targets.long()
-        return (
-            flat,
-            inputs,
-            targets.reshape(*inputs.shape[:2], *labels.shape[len(wanted) :]),
-            leading,
-        )
+        targets = targets.reshape(*inputs.shape[:2], *labels.shape[len(wanted) :])
+        return flat, inputs, targets, leading
 
     @contextmanager
     def _refusing_randomness(self, device: torch.device) -> Iterator[None]:
@@ -429,23 +426,6 @@ def _tensor(array: Array) -> Tensor:
 
 def _like(array: Array, result: Tensor) -> Array:
     return result if isinstance(array, Tensor) else result.numpy()[()]
-
-
-def _private_copy(module: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(module).cpu()
-    except Exception as error:  # anything may hang on a module that knows no copying
-        raise ConfigError(f"{type(module).__name__} cannot be copied: {error}") from error
-
-
-def _reset_parameters(module: nn.Module, seed: int) -> None:
-    """Draw all parameters again, as the layers do when made, without touching global state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        # Inner layers first, so that what an outer one does to its parts remains.
-        for layer in reversed(list(module.modules())):
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
 
 
 _STREAM = 0xD20F
@@ -571,13 +551,6 @@ class _Watch(TorchFunctionMode):
                 f"broadcast to {joint}; give the targets the shape of the outputs, or squeeze "
                 "the outputs"
             )
-
-
-def freeze_statistics(module: nn.Module) -> None:
-    """Let normalization layers use the statistics they have, and leave them alone."""
-    for layer in module.modules():
-        if getattr(layer, "track_running_stats", False):
-            layer.eval()
 
 
 def check_reset(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,21 +99,11 @@ def find_optimum(
 
     while best.error_bound > tolerance and num_passes < max_passes:
         previous = best.error_bound
-        optimize.minimize(
-            evaluate,
-            best_params,
-            jac=True,
-            method="L-BFGS-B",
-            callback=stop_when_certified,
-            # Only the certificate decides: the solver's own criteria are switched off.
-            options={
-                "maxcor": 40,
-                "ftol": 0.0,
-                "gtol": 0.0,
-                "maxiter": max_passes,
-                "maxfun": max_passes - num_passes,
-            },
-        )
+        # Only the certificate decides: the solver's own criteria are switched off.
+        options = {"maxcor": 40, "ftol": 0.0, "gtol": 0.0, "maxiter": max_passes}
+        options["maxfun"] = max_passes - num_passes
+        how: Any = {"jac": True, "method": "L-BFGS-B", "options": options}
+        optimize.minimize(evaluate, best_params, callback=stop_when_certified, **how)
         if not math.isfinite(best.value):
             raise DataError("the loss is not finite at θ = 0; the data holds NaN or infinity")
         if best.error_bound > previous / 2:

@@ -91,9 +91,8 @@ class SharedStatistics(NamedTuple):
         if frame:
             message = decode_statistics(frame, sections(self.layout))
             return self._with_start(message) if message.is_change else message
-        values = np.zeros(len(self.buffers.values))
-        counts = np.zeros(len(self.buffers.counts), np.int64)
-        return StatisticsMessage(values, counts, np.zeros(len(self.travels), np.bool_))
+        values, counts = np.zeros_like(self.buffers.values), np.zeros_like(self.buffers.counts)
+        return StatisticsMessage(values, counts, np.zeros_like(self.travels))
 
     def step(self, messages: Sequence[tuple[float, StatisticsMessage]]) -> SharedStatistics:
         """Return the statistics after the clients' messages, each with the client's weight.

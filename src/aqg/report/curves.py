@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.objectives.metrics import named_metric
+from aqg.objectives.metrics import Metric, named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import BYTES
 from aqg.runs.table import write_csv
@@ -194,12 +194,12 @@ class WidthHistogram(NamedTuple):
 class Activity(NamedTuple):
     """What every client did over time; arrays are rows of clients × bins of rounds.
 
-    Row ``i`` has the clients from ``client_edges[i]`` up to ``client_edges[i + 1]``: one, unless
+    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``: one, unless
     there are very many.
     """
 
     edges: Counts
-    client_edges: Counts
+    clients: Counts
     uploads: Counts
     bits: Counts  # the sum of the widths
     away: Counts  # how many times they had dropped out
@@ -299,7 +299,6 @@ def _finite(value: object) -> float | None:
 
 
 def summary_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run: its name, every setting, and its results."""
     settings = list(dict.fromkeys(name for run in runs for name in run.config))
     metrics = metric_names(runs)
     rows = []
@@ -329,11 +328,15 @@ def metric_names(runs: Iterable[Run]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
-def describe_metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
-    """Return what the first run that says it says of a metric; of known ones, what we know."""
-    described = ((run.summary or {}).get("metrics", {}).get(name) for run in runs)
-    own = next((row for row in described if isinstance(row, dict)), None)
-    return named_metric(name).describe() if own is None else own
+def described(name: str, runs: Iterable[Run]) -> Metric:
+    """Return a metric as the first run that describes it does; else, as we know it."""
+    rows = ((run.summary or {}).get("metrics", {}).get(name) for run in runs)
+    metric, own = named_metric(name), next((row for row in rows if isinstance(row, dict)), None)
+    if own is None:
+        return metric
+    is_higher = own.get("higher_is_better")
+    is_higher = None if is_higher is None else bool(is_higher)
+    return replace(metric, higher_is_better=is_higher, is_percent=bool(own.get("percent")))
 
 
 def _column(name: str, taken: Iterable[str]) -> str:

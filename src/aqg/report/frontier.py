@@ -11,14 +11,14 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.report.curves import describe_metric, metric_names, result_of, run_points
+from aqg.report.curves import described, metric_names, result_of, run_points
 from aqg.report.pictures import grid, png
 from aqg.report.runs import Comparison, Group, Run, setting_text
 from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU, RESULTS
@@ -62,7 +62,6 @@ class Panel:
     limit: float | None = None
 
     def to_json(self, colors: dict[str, int]) -> dict[str, Any]:
-        """Return what the page draws."""
         points = [
             {
                 "label": point.label,
@@ -99,41 +98,26 @@ def of_runs(comparison: Comparison) -> list[Panel]:
     return panels[:_MOST_PANELS]
 
 
-@dataclass(frozen=True)
-class _Measure:
+class _Measure(NamedTuple):
     name: str
-    sign: int
+    sign: int = 1
     """1 where a lower value is better, -1 where a higher one is."""
     is_percent: bool = False
-    title: str = field(default="")
-
-    def worsened(self, value: float) -> float:
-        """Return a level that is a little easier: a point less, or a hundredth."""
-        step = _SLACK if self.is_percent else _SLACK * abs(value)
-        return value + self.sign * step
-
-    def write(self, value: float) -> str:
-        return f"{value:.1%}" if self.is_percent else f"{value:.4g}"
 
 
 def _measures(runs: Sequence[Run]) -> list[_Measure]:
-    found = []
-    for name in metric_names(runs):
-        known = describe_metric(name, runs)
-        is_higher = known.get("higher_is_better")
-        if is_higher is not None:
-            title = f"test {name.replace('_', ' ')}"
-            sign = -1 if is_higher else 1
-            found.append(_Measure(name, sign, bool(known.get("percent")), title))
-    return [_Measure("loss", 1, title="loss"), *found]
+    known = [described(name, runs) for name in metric_names(runs)]
+    known = [metric for metric in known if metric.higher_is_better is not None]
+    found = (_Measure(m.name, -1 if m.higher_is_better else 1, m.is_percent) for m in known)
+    return [_Measure("loss"), *found]
 
 
 def _compare(
     comparison: Comparison, members: Sequence[int], measure: _Measure, is_named: bool
 ) -> Panel | None:
     groups = {index: comparison.groups[index] for index in members}
-    level = _target(groups.values()) if measure.name == "loss" else None
-    name = "loss"
+    name = measure.name
+    level = _target(groups.values()) if name == "loss" else None
     if level is not None:
         goal = f"loss is within {level:g} of its minimum"
         name = "residual"
@@ -141,9 +125,9 @@ def _compare(
         level = _common_level(groups.values(), measure)
         if level is None:
             return None
-        name = measure.name
+        title = name if name == "loss" else f"test {name.replace('_', ' ')}"
         side = "at least" if measure.sign < 0 else "at most"
-        goal = f"{measure.title} is {side} {measure.write(level)}"
+        goal = f"{title} is {side} " + (f"{level:.1%}" if measure.is_percent else f"{level:.4g}")
     points, never = [], []
     for index, group in groups.items():
         found = [_first(run, name, measure.sign, level) for run in group.runs]
@@ -189,7 +173,8 @@ def _common_level(groups: Iterable[Group], measure: _Measure) -> float | None:
     if len(best) < 2:
         return None
     chosen = sorted(best)[math.ceil(_SHARE * len(best)) - 1]
-    return measure.worsened(measure.sign * chosen)
+    # A little easier than that: a point less, or a hundredth.
+    return measure.sign * (chosen + (_SLACK if measure.is_percent else _SLACK * abs(chosen)))
 
 
 def _first(run: Run, name: str, sign: int, level: float) -> tuple[float, float] | None:
@@ -207,7 +192,6 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def of_studies(directories: Sequence[Path]) -> dict[Path, list[Panel]]:
-    """Return the panels of those directories that a comparison left."""
     found = {}
     for directory in directories:
         if cells := _cells(directory):
@@ -221,7 +205,7 @@ def of_studies(directories: Sequence[Path]) -> dict[Path, list[Panel]]:
 
 
 def of_cells(cells: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Return a panel for each task of a comparison, for the goal that counts."""
+    """Return a panel for each task, for the goal that counts."""
     shown = [c for c in cells if c.get("goal") in (FIXED, PLATEAU) and not c.get("same_as")]
     return [
         _task_panel(task, [cell for cell in shown if cell["task"] == task])

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from aqg.report.curves import (
-    LOSSES,
-    SECONDS,
-    combine,
-    count_widths,
-    metric_names,
-    run_points,
-    watch_clients,
-)
+from aqg.report import curves
 from aqg.report.runs import COLORS, Comparison, Group, Run
 
 if TYPE_CHECKING:
@@ -44,21 +35,22 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
     picture for each metric that was measured, such as ``accuracy.png``.
     """
     pictures = {"loss.png": _draw_curves(comparison, [_loss_of(comparison)])}
-    for name in metric_names(comparison.runs):
+    for name in curves.metric_names(comparison.runs):
         file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"
         pictures[file] = _draw_curves(comparison, [name])
     shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
     if shown:
         widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
         colors = _width_colors(widths)
-        pictures["widths.png"] = _draw_widths(shown, colors)
-        pictures["clients.png"] = _draw_clients(shown, colors)
+        pictures["widths.png"] = _draw_groups(shown, 2.2, colors, _draw_widths, {})
+        quiet = {"skipped": _SKIPPED, "dropped out": _AWAY}
+        pictures["clients.png"] = _draw_groups(shown, 2.4, colors, _draw_clients, quiet)
     return pictures
 
 
 def draw_comparison(comparison: Comparison, title: str) -> bytes:
     """Draw loss and metrics against rounds, uploads and bytes in one picture."""
-    metrics = [_loss_of(comparison), *metric_names(comparison.runs)]
+    metrics = [_loss_of(comparison), *curves.metric_names(comparison.runs)]
     return _draw_curves(comparison, metrics, title)
 
 
@@ -84,8 +76,8 @@ def png(figure: Figure) -> bytes:
 def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = "") -> bytes:
     legend = 0.4 + 0.2 * math.ceil(len(comparison.groups) / 4)
     columns = dict(_AXES)
-    if all(SECONDS in run.extras for run in comparison.runs):
-        columns[SECONDS] = "simulated seconds"
+    if all(curves.SECONDS in run.extras for run in comparison.runs):
+        columns[curves.SECONDS] = "simulated seconds"
     figure = new_figure(13 * len(columns) / len(_AXES), 4 * len(metrics) + legend)
     rows = figure.subplots(len(metrics), len(columns), sharey="row", squeeze=False)
     names = {"residual": "loss − minimum", "loss": "loss"}
@@ -98,7 +90,7 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
             # Without points, a logarithm has no limits.
             if axis in ("uploads", "total_bytes") and has_points:
                 panel.set_xscale("log")
-            if metric in LOSSES and has_points:
+            if metric in curves.LOSSES and has_points:
                 panel.set_yscale("log")
             tidy(panel)
         axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
@@ -110,12 +102,12 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
 
 
 def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
-    band = combine([run_points(run, axis, metric) for run in group.runs])
+    band = curves.combine([curves.run_points(run, axis, metric) for run in group.runs])
     if band is None:
         panel.plot([], [], label=group.label)
         return
-    seen = np.ones(len(band.x), bool) if axis in ("rounds", SECONDS) else band.x > 0
-    if metric in LOSSES:
+    seen = np.ones(len(band.x), bool) if axis in ("rounds", curves.SECONDS) else band.x > 0
+    if metric in curves.LOSSES:
         seen &= band.median > 0
     x, median = band.x[seen], band.median[seen]
     dashes = _DASHES[group.dash % len(_DASHES)]
@@ -126,7 +118,7 @@ def _draw_group(panel: Axes, group: Group, axis: str, metric: str) -> None:
         panel.plot(x[-1], median[-1], "o", color=COLORS[group.color], markersize=4)
     if len(group.runs) > 1:
         low = band.low[seen]
-        if metric in LOSSES:  # a logarithmic axis has no zero
+        if metric in curves.LOSSES:  # a logarithmic axis has no zero
             low = np.maximum(low, np.finfo(float).tiny)
         panel.fill_between(x, low, band.high[seen], color=COLORS[group.color], alpha=0.15, lw=0)
 
@@ -148,58 +140,46 @@ def grid(count: int, width: float, height: float, margin: float) -> tuple[Figure
     return figure, panels[:count]
 
 
-def _panels(groups: Sequence[Group], height: float) -> tuple[Figure, list[Axes]]:
+def _draw_groups(
+    groups: Sequence[Group],
+    height: float,
+    colors: dict[int, str],
+    draw: Callable[[Axes, Run, dict[int, str]], None],
+    more: dict[str, str],
+) -> bytes:
+    """Draw the first run of each group; colors are by width, and ``more`` by name."""
+    from matplotlib.patches import Patch
+
     figure, panels = grid(len(groups), 4.4, height, 1)
     for panel, group in zip(panels, groups, strict=True):
         panel.set_title(group.label, fontsize=9, loc="left")
         panel.set_xlabel("round", fontsize=8)
         panel.tick_params(labelsize=8)
-    return figure, panels
-
-
-def _draw_widths(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
-    from matplotlib.patches import Patch
-
-    figure, panels = _panels(groups, 2.2)
-    for panel, group in zip(panels, groups, strict=False):
-        run = group.runs[0]
-        histogram = count_widths(run.widths, _BINS)
-        base = np.zeros(len(histogram.edges) - 1)
-        edges = histogram.edges + run.rounds[0]
-        for width, counts in zip(histogram.widths, histogram.counts, strict=True):
-            top = base + counts / np.diff(histogram.edges)
-            panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
-            base = top
-        panel.set_ylabel("uploads per round", fontsize=8)
-        tidy(panel)
-    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
+        draw(panel, group.runs[0], colors)
+    names = {"1 bit" if width == 1 else f"{width} bits": c for width, c in colors.items()} | more
+    patches = [Patch(color=color, label=name) for name, color in names.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return png(figure)
 
 
-def _draw_clients(groups: Sequence[Group], colors: dict[int, str]) -> bytes:
-    from matplotlib.patches import Patch
-
-    figure, panels = _panels(groups, 2.4)
-    for panel, group in zip(panels, groups, strict=False):
-        run = group.runs[0]
-        extent = (run.rounds[0], run.rounds[-1] + 1, run.widths.shape[1] - 0.5, -0.5)
-        panel.imshow(
-            _client_image(run, colors), aspect="auto", extent=extent, interpolation="nearest"
-        )
-        panel.set_ylabel("client", fontsize=8)
-    patches = [Patch(color=color, label=_bits(width)) for width, color in colors.items()]
-    patches += [Patch(color=_SKIPPED, label="skipped"), Patch(color=_AWAY, label="dropped out")]
-    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
-    return png(figure)
+def _draw_widths(panel: Axes, run: Run, colors: dict[int, str]) -> None:
+    histogram = curves.count_widths(run.widths, _BINS)
+    base = np.zeros(len(histogram.edges) - 1)
+    edges = histogram.edges + run.rounds[0]
+    for width, counts in zip(histogram.widths, histogram.counts, strict=True):
+        top = base + counts / np.diff(histogram.edges)
+        panel.stairs(top, edges, baseline=base, fill=True, color=colors[width])
+        base = top
+    panel.set_ylabel("uploads per round", fontsize=8)
+    tidy(panel)
 
 
-def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
+def _draw_clients(panel: Axes, run: Run, colors: dict[int, str]) -> None:
     """Paint clients × bins of rounds: color for the bits of an upload, strength for how often."""
     from matplotlib.colors import to_rgb
 
-    activity = watch_clients(run.widths, _COLUMNS, _ROWS)
-    chances = np.diff(activity.client_edges)[:, None] * np.diff(activity.edges)[None, :]
+    activity = curves.watch_clients(run.widths, _COLUMNS, _ROWS)
+    chances = np.diff(activity.clients)[:, None] * np.diff(activity.edges)[None, :]
     widths = np.array(list(colors), np.float64)
     shades = np.array([to_rgb(color) for color in colors.values()])
     mean_bits = activity.bits / np.maximum(activity.uploads, 1)
@@ -210,8 +190,10 @@ def _client_image(run: Run, colors: dict[int, str]) -> NDArray[np.float64]:
     quiet = (1 - away_share) * np.array(to_rgb(_SKIPPED)) + away_share * np.array(to_rgb(_AWAY))
     strength = np.sqrt(activity.uploads / np.maximum(chances - activity.away, 1))
     strength = np.where(activity.uploads > 0, np.clip(strength, 0.22, 1), 0)[..., None]
-    image: NDArray[np.float64] = quiet * (1 - strength) + color * strength
-    return image
+    image = quiet * (1 - strength) + color * strength
+    extent = (run.rounds[0], run.rounds[-1] + 1, run.widths.shape[1] - 0.5, -0.5)
+    panel.imshow(image, aspect="auto", extent=extent, interpolation="nearest")
+    panel.set_ylabel("client", fontsize=8)
 
 
 def _width_colors(widths: Sequence[int]) -> dict[int, str]:
@@ -222,7 +204,3 @@ def _width_colors(widths: Sequence[int]) -> dict[int, str]:
     last = max(len(widths) - 1, 1)
     places = [0.6] if len(widths) == 1 else [rank / last for rank in range(len(widths))]
     return {width: to_hex(ramp(place)) for width, place in zip(widths, places, strict=True)}
-
-
-def _bits(width: int) -> str:
-    return "1 bit" if width == 1 else f"{width} bits"

@@ -66,13 +66,11 @@ class Run:
 
     @property
     def uploads(self) -> NDArray[np.int64]:
-        counts: NDArray[np.int64] = (self.widths > 0).sum(axis=1)
-        return counts
+        return (self.widths > 0).sum(axis=1)
 
     @property
     def bits(self) -> NDArray[np.int64]:
-        sums: NDArray[np.int64] = np.maximum(self.widths, 0).sum(axis=1, dtype=np.int64)
-        return sums
+        return np.maximum(self.widths, 0).sum(axis=1, dtype=np.int64)
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:
@@ -254,9 +252,7 @@ def _metrics(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 ) -> dict[str, NDArray[np.float64]]:
     """Collect the metrics that some round or the summary holds."""
-    names: dict[str, None] = {}
-    for row in (*rows, summary or {}):
-        names.update(dict.fromkeys(read_metrics(row)))
+    names = dict.fromkeys(name for row in (*rows, summary or {}) for name in read_metrics(row))
     return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
 
 

@@ -163,16 +163,13 @@ def _group(
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
     """Return what a page says of a metric: its title, and how numbers are written."""
-    known = curves.describe_metric(name, runs)
-    words = name.replace("_", " ")
-    is_higher = known.get("higher_is_better")
-    better = "" if is_higher is None else "higher" if is_higher else "lower"
+    known, words = curves.described(name, runs), name.replace("_", " ")
     return {
         "key": f"test_{name}",
         "name": words,
         "title": f"test {words}",
-        "format": "percent" if known.get("percent") else "number",
-        "better": better,
+        "format": "percent" if known.is_percent else "number",
+        "better": {None: "", True: "higher", False: "lower"}[known.higher_is_better],
     }
 
 
@@ -199,18 +196,11 @@ def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
         "group": group_index,
         "finished": run.summary is not None,
         "first": int(run.rounds[0]) if len(run.rounds) else 1,
-        "histogram": {
-            "edges": histogram.edges,
-            "widths": list(histogram.widths),
-            "counts": histogram.counts,
-        },
-        "activity": {
-            name.replace("client_edges", "clients"): values
-            for name, values in activity._asdict().items()
-        },
+        "histogram": histogram._asdict(),
+        "activity": activity._asdict(),
         "clients": {
-            "upload": _per_client(run.client_upload_bytes, activity.client_edges),
-            "download": _per_client(run.client_download_bytes, activity.client_edges),
+            "upload": _per_client(run.client_upload_bytes, activity.clients),
+            "download": _per_client(run.client_download_bytes, activity.clients),
         },
         "faults": [[f.round, f.client] for f in run.faults[:_MAX_MARKED_FAULTS]],
         "extras": {

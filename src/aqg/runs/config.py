@@ -11,7 +11,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,8 @@ from aqg.core.optimizers import Adam, make_optimizer
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import resolve_step
-from aqg.data import DATASETS, data_directory, is_dataset_file, parse_partition
-from aqg.data.datasets import Facts, peek
+from aqg.data import DATASETS, data_directory, parse_partition
+from aqg.data.datasets import Facts, is_dataset_file, peek
 from aqg.errors import ConfigError
 from aqg.models import is_module
 from aqg.runs.directory import read_toml
@@ -131,30 +131,27 @@ class RunConfig(RunSettings):
 
     def training(self) -> Training:
         """Return what clients compute, who is sampled, how they count, and the server's step."""
-        local = self._local()
-        recipe = self._made_recipe()
-        optimizer = make_optimizer(self.optimizer)
+        plain, recipe = self._plain_training(), self._made_recipe()
+        sees_all, optimizer = plain.local.sees_all_samples, plain.optimizer
+        downlink = resolve_downlink(self.downlink, recipe)
+        step = resolve_step(self.step, recipe, sees_all, optimizer)
+        return replace(plain, downlink=downlink, step=step)
+
+    def _plain_training(self) -> Training:
+        """Return what does not depend on the recipe."""
+        names = ("batch_size", "local_steps", "local_epochs", "local_rate")
         return Training(
-            local,
-            optimizer,
+            LocalTraining(*(getattr(self, name) for name in names)),
+            make_optimizer(self.optimizer),
             self.weighting,
             self.participation,
-            resolve_downlink(self.downlink, recipe),
-            resolve_step(self.step, recipe, local.sees_all_samples, optimizer),
-            make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
-            self.memory,
+            late=make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit),
+            memory=self.memory,
         )
-
-    def _local(self) -> LocalTraining:
-        return LocalTraining(self.batch_size, self.local_steps, self.local_epochs, self.local_rate)
 
     def _made_recipe(self) -> Recipe:
         recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
-        late = make_late(self.speeds, self.buffer_size, self.outages, self.link_mbit)
-        training = Training(
-            self._local(), participation=self.participation, late=late, memory=self.memory
-        )
-        return recipe.for_updates(training.updates)
+        return recipe.for_updates(self._plain_training().updates)
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

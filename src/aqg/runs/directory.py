@@ -31,17 +31,8 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
-from aqg.runs.cost import DOWNLOADS, UPLOADS
-from aqg.runs.files import (
-    parse_lines,
-    read_arrays,
-    read_json,
-    seal,
-    to_json,
-    whole_lines,
-    write_arrays,
-    write_atomically,
-)
+from aqg.runs import files
+from aqg.runs.cost import BYTES, DOWNLOADS, UPLOADS
 from aqg.sim.record import RoundRecord
 
 CONFIG = "config.toml"
@@ -68,10 +59,7 @@ class Line:
             "round": record.round,
             "loss": finite_or_none(record.loss),
             "uploads": record.num_uploads,
-            "bits_per_param": record.bits_per_param,
-            "upload_bytes": record.upload_bytes,
-            "download_bytes": record.download_bytes,
-            "total_bytes": record.total_bytes,
+            **{name: getattr(record, name) for name in ("bits_per_param", *BYTES)},
             "widths": list(record.widths),
         }
         if record.simulated_seconds is not None:
@@ -212,12 +200,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     A last line that is still being written is left out; a damaged one raises `RunError`.
     """
-    return parse_lines(path / ROUNDS, whole_lines(path / ROUNDS))
+    return files.parse_lines(path / ROUNDS, files.whole_lines(path / ROUNDS))
 
 
 def read_lines(path: Path, before_round: int | None = None) -> list[Line]:
     """Read the rounds of a run, up to but not including ``before_round``."""
-    lines = whole_lines(path / ROUNDS)
+    lines = files.whole_lines(path / ROUNDS)
     if before_round is not None:
         if len(lines) < before_round - 1:
             raise RunError(_too_few(path / ROUNDS, len(lines), before_round - 1))
@@ -232,7 +220,7 @@ def _too_few(file: Path, found: int, needed: int) -> str:
 
 def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
     found = []
-    for number, row in enumerate(parse_lines(file, lines), start=1):
+    for number, row in enumerate(files.parse_lines(file, lines), start=1):
         try:
             line = Line.of(row)
         except (KeyError, TypeError, ValueError) as error:
@@ -247,7 +235,7 @@ def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    return read_json(path / SUMMARY, "delete it and resume the run")
+    return files.read_json(path / SUMMARY, "delete it and resume the run")
 
 
 class RunFiles:
@@ -269,7 +257,7 @@ class RunFiles:
         What ``rounds.jsonl`` holds beyond them is removed; lines are added to it from now on.
         """
         file, rounds = self.path / CHECKPOINT, self.path / ROUNDS
-        found = read_arrays(file, _START_AGAIN)
+        found = files.read_arrays(file, _START_AGAIN)
         content = b""
         if found is not None:
             content = self._counted_on(found[1])
@@ -290,10 +278,7 @@ class RunFiles:
                 f"{str(file)!r} belongs to another run (settings {about['run'][:12]}, and here "
                 f"{self._identity[:12]}); {_START_AGAIN}"
             )
-        try:
-            content = rounds.read_bytes() if rounds.exists() else b""
-        except OSError as error:
-            raise RunError(f"{str(rounds)!r} cannot be read: {error.strerror}") from None
+        content = files.read(rounds) or b""
         num_rounds = content[: about["bytes"]].count(b"\n")
         if num_rounds < about["rounds"]:
             _as_lines(rounds, content.split(b"\n")[:num_rounds])  # a damaged one is named first
@@ -310,7 +295,7 @@ class RunFiles:
     def add(self, line: Line) -> None:
         """Add a round; it is on disk once a checkpoint is."""
         assert self._rounds is not None
-        text = (seal(line.to_json()) + "\n").encode()
+        text = (files.seal(line.to_json()) + "\n").encode()
         self._rounds.write(text)
         self._digest.update(text)
         self._num_bytes += len(text)
@@ -330,10 +315,10 @@ class RunFiles:
             "bytes": self._num_bytes,
             "sha256": self._digest.hexdigest(),
         }
-        write_arrays(self.path / CHECKPOINT, arrays, about)
+        files.write_arrays(self.path / CHECKPOINT, arrays, about)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        write_atomically(self.path / SUMMARY, to_json(summary).encode())
+        files.write_atomically(self.path / SUMMARY, files.to_json(summary).encode())
 
     def close(self) -> None:
         """Let go of ``rounds.jsonl``; what was not put on disk by a checkpoint may be lost."""

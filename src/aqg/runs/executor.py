@@ -237,15 +237,9 @@ def attempt(index: int, task: Task, contact: Contact) -> Done | Failed | Stopped
         return Failed(index, RunError(in_words(error)))  # others may not know a plugin's errors
 
 
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "NUMBA_NUM_THREADS",
-)
 _GPUS = "CUDA_VISIBLE_DEVICES"
-ONE_THREAD = dict.fromkeys(_THREAD_VARIABLES, "1")
+_LIBRARIES = ("OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM", "NUMBA_NUM")
+ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
 """Environment of a process that computes with one thread: the cores are shared out already."""
 
 

@@ -64,7 +64,7 @@ def to_json(row: Mapping[str, Any]) -> str:
 
 def read_json(path: Path, advice: str) -> dict[str, Any] | None:
     """Read an object, whose checksum is left out; None where there is no such file."""
-    content = _read(path)
+    content = read(path)
     if content is None:
         return None
     try:
@@ -73,7 +73,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
         raise RunError(f"{str(path)!r} is damaged ({error}); {advice}") from None
 
 
-def _read(path: Path) -> bytes | None:
+def read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def _read(path: Path) -> bytes | None:
 
 def whole_lines(path: Path) -> list[bytes]:
     """Return the lines of a file; a last one that is still being written is left out."""
-    return (_read(path) or b"").split(b"\n")[:-1]
+    return (read(path) or b"").split(b"\n")[:-1]
 
 
 def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:

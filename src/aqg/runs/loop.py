@@ -17,21 +17,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from aqg import __version__
 from aqg.core.types import FloatArray
 from aqg.objectives.base import Objective
+from aqg.objectives.layout import Buffers
 from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
-from aqg.runs.directory import (
-    CHECKPOINT,
-    CONFIG,
-    Line,
-    RunFiles,
-    create_directory,
-    read_config,
-)
+from aqg.runs.directory import CHECKPOINT, CONFIG, Line, RunFiles, create_directory, read_config
 from aqg.runs.executor import Contact, Interrupted
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.setup import curve, follow_target, make_simulation
@@ -42,9 +36,6 @@ from aqg.sim.record import RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.state import SimulationState
 from aqg.weights import BEST, FINAL, read_notes, to_bytes
-
-if TYPE_CHECKING:
-    from aqg.objectives.layout import Buffers  # needs torch
 
 _SECONDS_FOR_ORPHANS = 60.0
 """How long to wait for a process in the same directory, such as one left by a killed parent."""
@@ -302,8 +293,6 @@ def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers 
 
 
 class Measured(NamedTuple):
-    """How good a model is."""
-
     rounds: int  # after how many rounds
     measure: str  # ``test_NAME`` or ``loss``
     value: float
@@ -358,7 +347,6 @@ class ModelFiles:
         self._pending = to_bytes(tensors(), self.best._asdict())
 
     def save(self) -> None:
-        """Write the best model if it is a new one."""
         if self._pending is not None:
             write_atomically(self._directory / BEST, self._pending)
             self._pending = None
@@ -379,11 +367,8 @@ def installed_versions() -> dict[str, str]:
     >>> installed_versions()["numpy"].split(".")[0]
     '2'
     """
-    versions = {
-        "aqg": __version__,
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    versions = {"aqg": __version__, "machine": platform.machine(), "python": python}
     for name in _LIBRARIES:
         try:
             versions[name] = metadata.version(name)

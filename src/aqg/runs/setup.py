@@ -14,20 +14,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
-from aqg.data import (
-    Dataset,
-    format_partition_table,
-    load_dataset,
-    parse_partition,
-    partition_table,
-)
+from aqg.data import Dataset, load_dataset, parse_partition
+from aqg.data.partitions import format_partition_table, partition_table
 from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
@@ -42,9 +37,6 @@ from aqg.spec import in_words
 from aqg.start import settle
 from aqg.weights import check_names, fill_module, read_tensors
 
-if TYPE_CHECKING:
-    from aqg.objectives.optimum import Optimum  # scipy is missing on some machines
-
 _TRIED_SAMPLES = 8
 _CHOSEN, _HELD_OUT, _MOVED = 0xC0DE, 0xFA1D, 0x756C70
 """Keep these random choices apart from others that are made with the same seed."""
@@ -58,21 +50,22 @@ def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Probl
     check_files(config)
     if config.problem is None:
         dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
-        problem = _held_out(config, make_problem(config, dataset))
-        return problem, describe_clients(config, dataset)
-    problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
-    if problem.num_clients != config.clients:
-        raise ConfigError(
-            f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
-            f"{problem.num_clients}; set clients to that"
-        )
-    sizes = [len(samples.labels) for samples in problem.clients]
-    rows = [{"client": client, "samples": size} for client, size in enumerate(sizes)]
-    return _held_out(config, _started(config, problem)), format_partition_table(rows) + "\n"
-
-
-def _held_out(config: RunConfig, problem: Problem) -> Problem:
-    return hold_out(problem, config.validation, config.seed) if config.validation else problem
+        parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
+        problem, rows = make_problem(config, dataset, parts), partition_table(dataset, parts)
+        if config.partition == "natural":
+            rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
+    else:
+        problem = make_own_problem(config.problem, config.seed, config.dtype, data_dir)
+        if problem.num_clients != config.clients:
+            raise ConfigError(
+                f"clients is {config.clients}, and {config.problem} with seed {config.seed} makes "
+                f"{problem.num_clients}; set clients to that"
+            )
+        rows = [{"client": m, "samples": len(s.labels)} for m, s in enumerate(problem.clients)]
+    problem = _started(config, problem)
+    if config.validation:
+        problem = hold_out(problem, config.validation, config.seed)
+    return problem, format_partition_table(rows) + "\n"
 
 
 def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
@@ -93,24 +86,20 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
     )
 
 
-def make_problem(config: RunConfig, dataset: Dataset) -> Problem:
-    dtype = np.dtype(config.dtype)
+def make_problem(
+    config: RunConfig, dataset: Dataset, parts: Sequence[NDArray[np.int64]]
+) -> Problem:
     objective = _make_objective(config, dataset)
-    parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    features = _prepare(config, dataset.features)
-    labels = _prepare_labels(config, dataset.labels)
+    features, labels = _prepare(config, dataset.features, dataset.labels)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
-        test = Samples(
-            _prepare(config, dataset.test_features), _prepare_labels(config, dataset.test_labels)
-        )
-    problem = Problem(
+        test = _prepare(config, dataset.test_features, dataset.test_labels)
+    return Problem(
         objective=objective,
         clients=tuple(Samples(features[part], labels[part]) for part in parts),
-        initial_params=objective.init_params(config.seed).astype(dtype),
+        initial_params=objective.init_params(config.seed).astype(np.dtype(config.dtype)),
         test=test,
     )
-    return _started(config, problem)
 
 
 def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
@@ -135,20 +124,17 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     )
 
 
-def _prepare(config: RunConfig, features: NDArray[Any]) -> NDArray[Any]:
+def _prepare(config: RunConfig, features: NDArray[Any], labels: NDArray[Any]) -> Samples:
     """Give samples the run's precision; modules see them in their own shape, and token ids as such.
 
     Models in closed form take rows of numbers.
     """
     if not is_module(config.model):
-        features = features.reshape(len(features), -1)
-    elif features.dtype.kind != "f":
-        return features
-    return features.astype(config.dtype, copy=False)
-
-
-def _prepare_labels(config: RunConfig, labels: NDArray[Any]) -> NDArray[Any]:
-    return labels.astype(config.dtype, copy=False) if labels.dtype.kind == "f" else labels
+        features = features.reshape(len(features), -1).astype(config.dtype, copy=False)
+    pair = features, labels
+    return Samples(
+        *(a.astype(config.dtype, copy=False) if a.dtype.kind == "f" else a for a in pair)
+    )
 
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
@@ -244,14 +230,6 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
         )
 
 
-def describe_clients(config: RunConfig, dataset: Dataset) -> str:
-    parts = parse_partition(config.partition).split(dataset, config.clients, config.seed)
-    rows = partition_table(dataset, parts)
-    if config.partition == "natural":
-        rows = [row | {"name": dataset.client_names[m]} for m, row in enumerate(rows)]
-    return format_partition_table(rows) + "\n"
-
-
 def find_minimum(
     config: RunConfig, problem: Problem, progress: Callable[[float], None] = lambda _: None
 ) -> float | None:
@@ -268,7 +246,7 @@ def find_minimum(
         return None
     from aqg.objectives.optimum import cached_optimum, find_optimum  # needs scipy
 
-    def compute() -> Optimum:
+    def compute() -> Any:
         clients = problem.clients
         if config.weighting == "samples":  # weighted so, mean losses make that of all samples
             features, labels = zip(*clients, strict=True)
@@ -320,8 +298,7 @@ def perturb(features: FloatArray, draw: int) -> FloatArray:
         return features
     direction = np.random.default_rng([draw, _MOVED]).integers(-1, 2, features.shape)
     moved = np.nextafter(features, np.copysign(np.inf, direction)).astype(features.dtype)
-    perturbed: FloatArray = np.where((direction == 0) | (features == 0), features, moved)
-    return perturbed
+    return np.where((direction == 0) | (features == 0), features, moved)
 
 
 def hold_out(problem: Problem, share: float, seed: int) -> Problem:

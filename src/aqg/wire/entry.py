@@ -9,7 +9,6 @@ has the sender's model to the bit. ``docs/reference/frame-format.md`` describes 
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +20,10 @@ from aqg.core.recipe import Movement
 from aqg.core.track import MAX_DIRECTION, Change, Part, Track
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
+from aqg.wire import varint
 from aqg.wire.frame import Known, decode, decode_bare, encode, encode_bare
 from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import (
-    CRC_BYTES,
-    Reader,
-    seal,
-    varint_size,
-    write_part,
-    write_varint,
-    write_zigzag,
-)
+from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part, write_varint
 from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63
@@ -93,7 +85,7 @@ class Merger:
     def add(self, data: bytes) -> bool:
         """Add the entry of the round before; False where no sum can stand for it."""
         number = self.first - 1
-        entry = _read_entry(Reader(data), number).decode(self._public)
+        entry = _read_entry(Reader(data), number, self._public)
         part, quantum = entry.position, entry.quantum
         is_rounded_later = self._quantum is not None and (part is not None or quantum is not None)
         if is_rounded_later or data[0] & DOUBLE or isinstance(part, Change):
@@ -118,7 +110,7 @@ def log_overhead(first: int, count: int) -> int:
     >>> log_overhead(7, 2) + 2
     9
     """
-    return 1 + varint_size(first) + varint_size(count) + CRC_BYTES
+    return 1 + varint.varint_size(first) + varint.varint_size(count) + CRC_BYTES
 
 
 def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool = False) -> Public:
@@ -136,7 +128,7 @@ def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool =
         merged = _read_merged(reader, len(rounds), public)
         return follow_merged(public, merged, movement, in_place)
     for number in rounds:
-        entry = _read_entry(reader, number).decode(public)
+        entry = _read_entry(reader, number, public)
         try:
             public = advance(public, entry, movement, in_place)
         except MessageError as error:
@@ -177,7 +169,7 @@ def log_since(data: bytes, position: int) -> bytes:
             raise WireError(f"entries {first} to {stop - 1} are one; {position} is held")
         return encode_log(position, [])
     for number in range(first, position):
-        _read_entry(reader, number)
+        _read_entry(reader, number, None)
     return _write_log(LOG_MARK, position, stop - position, [reader.rest().tobytes()])
 
 
@@ -200,52 +192,30 @@ def _encode_part(part: Part, known: Known | None, *, is_velocity: bool) -> bytes
     return encode(part, known=known) if is_velocity else encode_bare(part)
 
 
-class _Written(NamedTuple):
-    """An entry as it was read: its parts are not decoded yet."""
-
-    number: int
-    is_step: bool
-    movement: float | None
-    quantum: float | None
-    velocity: NDArray[np.uint8] | None
-    position: NDArray[np.uint8] | None
-
-    def decode(self, public: Public) -> Entry:
-        velocity: Part | None = None
-        position: Part | None = None
-        if self.velocity is not None:
-            if not len(public.velocity):
-                raise WireError(f"entry {self.number} changes a velocity; this model has none")
-            velocity = self._decode_part(self.velocity, public.velocity, known_velocity(public))
-        if self.position is not None:
-            position = self._decode_part(self.position, public.parameters, None)
-        return Entry(
-            self.number, velocity, position, self.movement, self.is_step, quantum=self.quantum
-        )
-
-    def _decode_part(
-        self, payload: NDArray[np.uint8], old: FloatArray, known: Known | None
-    ) -> Change | Upload:
-        if not len(payload):
-            raise WireError(f"a part of entry {self.number} has 0 bytes")
-        if payload[0] == 0:
-            return Change(old, decode_vector(payload[1:], old))
-        if known is None:
-            return decode_bare(payload, len(old))
-        message = decode(payload.tobytes(), len(old), known=known)
-        if not isinstance(message, Upload):
-            raise WireError(
-                f"entry {self.number} holds a {type(message).__name__}; it holds levels"
-            )
-        return message
+def _decode_part(
+    number: int, payload: NDArray[np.uint8], old: FloatArray, known: Known | None
+) -> Change | Upload:
+    if not len(payload):
+        raise WireError(f"a part of entry {number} has 0 bytes")
+    if payload[0] == 0:
+        return Change(old, decode_vector(payload[1:], old))
+    if known is None:
+        return decode_bare(payload, len(old))
+    message = decode(payload.tobytes(), len(old), known=known)
+    if not isinstance(message, Upload):
+        raise WireError(f"entry {number} holds a {type(message).__name__}; it holds levels")
+    return message
 
 
-def _read_entry(reader: Reader, number: int) -> _Written:
+def _read_entry(reader: Reader, number: int, public: Public | None) -> Entry:
+    """Read the next entry of a model's log; without the model, its parts are passed over."""
     flags = reader.byte(f"entry {number}")
     is_odd = flags >= 2 * QUANTUM or (flags & HOLD and flags != HOLD)
     if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
-    movement = quantum = velocity = position = None
+    movement = quantum = None
+    velocity: Part | None = None
+    position: Part | None = None
     if flags & DOUBLE:
         movement = float(reader.array(1, "<f8", "a number")[0])
     elif flags & MOVEMENT:
@@ -255,10 +225,16 @@ def _read_entry(reader: Reader, number: int) -> _Written:
     if flags & QUANTUM:
         quantum = _read_quantum(reader)
     if flags & VELOCITY:
-        velocity = reader.part(f"the velocity of entry {number}")
+        payload = reader.part(f"the velocity of entry {number}")
+        if public is not None:
+            if not len(public.velocity):
+                raise WireError(f"entry {number} changes a velocity; this model has none")
+            velocity = _decode_part(number, payload, public.velocity, known_velocity(public))
     if flags & POSITION:
-        position = reader.part(f"the position of entry {number}")
-    return _Written(number, not flags & HOLD, movement, quantum, velocity, position)
+        payload = reader.part(f"the position of entry {number}")
+        if public is not None:
+            position = _decode_part(number, payload, public.parameters, None)
+    return Entry(number, velocity, position, movement, not flags & HOLD, quantum=quantum)
 
 
 def _check_movement(movement: float, number: int) -> None:
@@ -272,12 +248,11 @@ def _write_bfloat16(numbers: Sequence[float]) -> bytes:
 
 def _read_bfloat16(reader: Reader, count: int) -> list[float]:
     bits = reader.array(count, "<u2", "a number").astype(np.uint32) << np.uint32(16)
-    numbers: list[float] = bits.view(np.float32).tolist()
-    return numbers
+    return bits.view(np.float32).tolist()
 
 
 def _write_quantum(quantum: float) -> bytes:
-    return write_zigzag(math.frexp(quantum)[1] - 1)
+    return varint.write_zigzag(math.frexp(quantum)[1] - 1)
 
 
 def _write_optional_quantum(quantum: float | None) -> bytes:

@@ -15,16 +15,9 @@ from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, Levels, is_whole
 from aqg.errors import MessageError, WireError
-from aqg.wire import context, payloads
+from aqg.wire import context, payloads, sections
 from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.payloads import Mode
-from aqg.wire.sections import (
-    decode_planes,
-    encode_planes,
-    join_levels,
-    level_alphabets,
-    split_levels,
-)
 from aqg.wire.varint import CRC_BYTES, read_varint, write_varint
 
 VERSION = 1
@@ -204,9 +197,9 @@ def encode_levels(
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = payloads.few_places(upload)
-    if places is not None and payloads.is_best(places):
+    if places is not None and len(places) < payloads.LEARNING_COUNT:
         return Mode.GAPS, payloads.encode_gaps(upload, places)
-    best, mode = encode_planes(split_levels(upload), threads), Mode.CODED
+    best, mode = sections.encode_planes(sections.split_levels(upload), threads), Mode.CODED
     if len(upload) <= context.LONGEST:
         bound = num_levels(upload.grid, upload.width)
         coded = context.encode(upload.levels, bound, hints=hints)
@@ -271,8 +264,10 @@ def decode_levels(
     if mode is Mode.RAW:
         return unpack(payload, width, length)
     if mode is Mode.CODED:
-        planes = decode_planes(payload, level_alphabets(grid, width), length, threads)
-        return join_levels(planes, width)
+        planes = sections.decode_planes(
+            payload, sections.level_alphabets(grid, width), length, threads
+        )
+        return sections.join_levels(planes, width)
     if mode is Mode.GAPS:
         if width != payloads.WIDTH or grid is not Grid.MIDTREAD:
             raise WireError(f"mode GAPS holds levels of midtread at 2 bits, not {grid} at {width}")

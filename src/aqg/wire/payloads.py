@@ -14,37 +14,15 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core import messages
 from aqg.core.grids import Grid
-from aqg.core.messages import (
-    BLOCK,
-    LONGEST_BLOCK,
-    TOP,
-    WIDTHS,
-    BlockUpload,
-    DenseUpload,
-    HalfUpload,
-    RotatedUpload,
-    SparseUpload,
-    Upload,
-    block_lengths,
-    num_blocks,
-)
+from aqg.core.messages import BlockUpload, DenseUpload, HalfUpload, RotatedUpload, SparseUpload
 from aqg.core.types import IntArray
 from aqg.errors import WireError
 from aqg.jit import njit
-from aqg.wire import context
+from aqg.wire import context, sections
 from aqg.wire.bitpack import pack, unpack
-from aqg.wire.sections import (
-    BYTES,
-    Alphabet,
-    Plane,
-    decode_floats,
-    decode_planes,
-    encode_planes,
-    join_bytes,
-    split_bytes,
-    split_floats,
-)
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import Reader, write_part, write_varint
 
 
@@ -70,7 +48,7 @@ class Mode(enum.IntEnum):
 Values = DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 SIGNS = Alphabet(width=2, size=3)
 MAGNITUDES = [BYTES, Alphabet(width=7, size=128)]
-BLOCK_LEVELS = Alphabet(width=8, size=2 * TOP + 1)
+BLOCK_LEVELS = Alphabet(width=8, size=2 * messages.TOP + 1)
 SECTIONS, CONTEXT = 0, 1
 EXPONENT_OFFSET = 128
 
@@ -80,14 +58,15 @@ def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
         case DenseUpload():
             return _encode_dense(upload, threads)
         case HalfUpload():
-            return Mode.HALF, _encode_half(upload, threads)
+            coded = encode_planes(sections.split_floats(upload.halves), threads)
+            return Mode.HALF, bytes([upload.exponent + EXPONENT_OFFSET]) + coded
         case SparseUpload():
             return Mode.SPARSE, _encode_sparse(upload, threads)
         case RotatedUpload(width=1):
             return Mode.ROTATED, _encode_rotated(upload)
         case RotatedUpload():
             return Mode.TURNED, bytes([upload.width]) + _encode_rotated(upload)
-        case BlockUpload() if upload.block == BLOCK:
+        case BlockUpload() if upload.block == messages.BLOCK:
             return Mode.BLOCKS, _encode_blocks(upload, threads)
     return Mode.BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
 
@@ -103,7 +82,7 @@ def decode_values(
 
 
 def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
-    coded = encode_planes(split_floats(upload.dense), threads)
+    coded = encode_planes(sections.split_floats(upload.dense), threads)
     if len(coded) < 4 * len(upload):
         return Mode.DENSE_CODED, coded
     return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
@@ -115,18 +94,9 @@ def _decode_dense(reader: Reader, length: int, _: int | None) -> DenseUpload:
     return DenseUpload(reader.array(length, "<f4", "the values").astype(np.float32))
 
 
-def _decode_dense_coded(reader: Reader, length: int, threads: int | None) -> DenseUpload:
-    return DenseUpload(decode_floats(reader.rest(), np.float32, length, threads))
-
-
-def _encode_half(upload: HalfUpload, threads: int | None) -> bytes:
-    coded = encode_planes(split_floats(upload.halves), threads)
-    return bytes([upload.exponent + EXPONENT_OFFSET]) + coded
-
-
 def _decode_half(reader: Reader, length: int, threads: int | None) -> HalfUpload:
     exponent = reader.byte("the exponent") - EXPONENT_OFFSET
-    return HalfUpload(decode_floats(reader.rest(), np.float16, length, threads), exponent)
+    return HalfUpload(sections.decode_floats(reader.rest(), np.float16, length, threads), exponent)
 
 
 def _encode_sparse(upload: SparseUpload, threads: int | None) -> bytes:
@@ -141,7 +111,7 @@ def _encode_sparse(upload: SparseUpload, threads: int | None) -> bytes:
     if not len(upload.halves):
         return head
     bits = np.ascontiguousarray(upload.halves).view(np.uint16) & np.uint16(0x7FFF)
-    return head + encode_planes(split_bytes(bits, MAGNITUDES), threads)
+    return head + encode_planes(sections.split_bytes(bits, MAGNITUDES), threads)
 
 
 def _decode_sparse(reader: Reader, length: int, threads: int | None) -> SparseUpload:
@@ -160,30 +130,32 @@ def _decode_sparse(reader: Reader, length: int, threads: int | None) -> SparseUp
     if len(indices) == 0:
         reader.finish("the places of no values")
         return SparseUpload(indices, np.empty(0, np.float16), exponent, length)
-    bits = join_bytes(decode_planes(reader.rest(), MAGNITUDES, len(indices), threads), np.uint16)
+    bits = sections.join_bytes(
+        decode_planes(reader.rest(), MAGNITUDES, len(indices), threads), np.uint16
+    )
     bits |= (places[indices] == 0).astype(np.uint16) << np.uint16(15)
     return SparseUpload(indices, bits.view(np.float16), exponent, length)
 
 
 def _encode_blocks(upload: BlockUpload, threads: int | None) -> bytes:
     bits = np.ascontiguousarray(upload.steps).view(np.uint32)
-    steps = encode_planes(split_bytes(bits >> np.uint32(16), [BYTES] * 2), threads)
+    steps = encode_planes(sections.split_bytes(bits >> np.uint32(16), [BYTES] * 2), threads)
     return write_part(steps) + encode_planes([Plane(upload.levels, BLOCK_LEVELS)], threads)
 
 
 def _decode_blocks(
-    reader: Reader, length: int, threads: int | None, block: int = BLOCK
+    reader: Reader, length: int, threads: int | None, block: int = messages.BLOCK
 ) -> BlockUpload:
     coded = reader.part("a list of steps")
-    planes = decode_planes(coded, [BYTES] * 2, num_blocks(length, block), threads)
-    steps = (join_bytes(planes, np.uint32) << np.uint32(16)).view(np.float32)
+    planes = decode_planes(coded, [BYTES] * 2, messages.num_blocks(length, block), threads)
+    steps = (sections.join_bytes(planes, np.uint32) << np.uint32(16)).view(np.float32)
     (levels,) = decode_planes(reader.rest(), [BLOCK_LEVELS], length, threads)
     return BlockUpload(levels, steps, block)
 
 
 def _decode_buckets(reader: Reader, length: int, threads: int | None) -> BlockUpload:
     block = reader.varint()
-    if not 1 <= block <= LONGEST_BLOCK or block == BLOCK:
+    if not 1 <= block <= messages.LONGEST_BLOCK or block == messages.BLOCK:
         raise WireError(f"blocks of {block} coordinates are not what mode BUCKETS has")
     return _decode_blocks(reader, length, threads, block)
 
@@ -194,7 +166,7 @@ def _encode_rotated(upload: RotatedUpload) -> bytes:
 
 
 def _decode_rotated(reader: Reader, length: int, _: int | None, width: int = 1) -> RotatedUpload:
-    lengths = block_lengths(length)
+    lengths = messages.block_lengths(length)
     seed = int(reader.array(1, "<u4", "the seed")[0])
     scales = reader.array(len(lengths), "<f4", "the scales").astype(np.float32)
     signs = unpack(reader.rest(), width, sum(lengths)).astype(np.uint8, copy=False)
@@ -203,14 +175,16 @@ def _decode_rotated(reader: Reader, length: int, _: int | None, width: int = 1) 
 
 def _decode_turned(reader: Reader, length: int, threads: int | None) -> RotatedUpload:
     width = reader.byte("the width of its codes")
-    if width not in WIDTHS or width == 1:
+    if width not in messages.WIDTHS or width == 1:
         raise WireError(f"codes of {width} bits are not what mode TURNED has")
     return _decode_rotated(reader, length, threads, width)
 
 
 _DECODERS: dict[Mode, Callable[[Reader, int, int | None], Values]] = {
     Mode.DENSE: _decode_dense,
-    Mode.DENSE_CODED: _decode_dense_coded,
+    Mode.DENSE_CODED: lambda reader, *more: DenseUpload(
+        sections.decode_floats(reader.rest(), np.float32, *more)
+    ),
     Mode.HALF: _decode_half,
     Mode.SPARSE: _decode_sparse,
     Mode.BLOCKS: _decode_blocks,
@@ -224,22 +198,17 @@ WIDTH = 2
 NEGATIVE, ZERO, POSITIVE = 0, 1, 2
 _MOST_OF_LENGTH = 32
 """Worth trying where at most one level in this many is not zero."""
-_LEARNING_COUNT = 64
+LEARNING_COUNT = 64
 """A coder that learns where levels are needs at least this many to learn from."""
 
 
-def few_places(upload: Upload) -> IntArray | None:
+def few_places(upload: messages.Upload) -> IntArray | None:
     """Return where the levels are not zero, if they are three and these places are few."""
     if upload.width != WIDTH or upload.grid is not Grid.MIDTREAD:
         return None
     is_place = upload.levels != ZERO
     few = int(np.count_nonzero(is_place)) * _MOST_OF_LENGTH <= len(upload)
     return np.flatnonzero(is_place) if few else None
-
-
-def is_best(places: IntArray) -> bool:
-    """Whether no other mode needs to be tried."""
-    return len(places) < _LEARNING_COUNT
 
 
 def rice_parameter(length: int, count: int) -> int:
@@ -252,13 +221,17 @@ def rice_parameter(length: int, count: int) -> int:
     return max(0, half.bit_length() - 1)
 
 
-def encode_gaps(upload: Upload, places: IntArray) -> bytes:
+def encode_gaps(upload: messages.Upload, places: IntArray) -> bytes:
     count, length = len(places), len(upload)
     gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(length, count)
-    num_bits = int((gaps >> parameter).sum()) + count * (parameter + 2)
-    bits = np.zeros((num_bits + 7) // 8, np.uint8)
-    _write(bits, gaps, upload.levels[places] == POSITIVE, parameter)
-    return write_varint(count) + bits.tobytes()
+    # Of each: the gap over 2^p in unary, which a zero ends, its last p bits, and the sign.
+    signs = np.cumsum((gaps >> parameter) + parameter + 2) - 1
+    bits = np.ones(signs[-1] + 1 if count else 0, np.bool_)
+    bits[signs - parameter - 1] = False
+    for shift in range(parameter):
+        bits[signs - parameter + shift] = gaps >> shift & 1
+    bits[signs] = upload.levels[places] == POSITIVE
+    return write_varint(count) + np.packbits(bits, bitorder="little").tobytes()
 
 
 def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
@@ -275,26 +248,6 @@ def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
     if padding >= 8 or (padding and int(bits[-1]) >> (8 - padding)):
         raise WireError(f"{padding} bits follow the last level; below 8, all zero, may")
     return levels
-
-
-@njit()
-def _write(
-    bits: NDArray[np.uint8], gaps: IntArray, is_positive: NDArray[np.bool_], parameter: int
-) -> None:
-    position = 0
-    for index in range(len(gaps)):
-        gap = gaps[index]
-        for _ in range(gap >> parameter):
-            bits[position >> 3] |= np.uint8(1 << (position & 7))
-            position += 1
-        position += 1
-        for shift in range(parameter):
-            if (gap >> shift) & 1:
-                bits[position >> 3] |= np.uint8(1 << (position & 7))
-            position += 1
-        if is_positive[index]:
-            bits[position >> 3] |= np.uint8(1 << (position & 7))
-        position += 1
 
 
 @njit()

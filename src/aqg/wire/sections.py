@@ -264,7 +264,6 @@ def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Pl
 
 
 def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:
-    """Undo `split_bytes`."""
     numbers = planes[-1].astype(kind)
     for plane in planes[-2::-1]:
         numbers <<= kind(8)
@@ -306,10 +305,7 @@ def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:
 
 
 def decode_planes(
-    payload: NDArray[np.uint8],
-    alphabets: list[Alphabet],
-    length: int,
-    threads: int | None = None,
+    payload: NDArray[np.uint8], alphabets: list[Alphabet], length: int, threads: int | None = None
 ) -> list[NDArray[np.uint8]]:
     """Return one plane of ``length`` symbols per alphabet; they may reach up to ``2^width - 1``."""
     planes = [Plane(np.empty(length, np.uint8), alphabet) for alphabet in alphabets]

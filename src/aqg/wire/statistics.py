@@ -111,7 +111,9 @@ def decode_statistics(data: bytes, sections: Sequence[Section]) -> StatisticsMes
         elif short is not None and short[index]:
             values[place] = _read_short(reader, size, precision)
         else:
-            values[place] = _read_halves(reader, size)
+            exponent = _read_exponent(reader) - _MANTISSA
+            halves = reader.array(size, "<f2", "a tensor")
+            values[place] = _scaled(halves.astype(np.float64), exponent)
     reader.finish("the last tensor")
     return StatisticsMessage(values, counts, sent, short, precision == "change")
 
@@ -174,11 +176,6 @@ def _read_short(reader: Reader, size: int, precision: str) -> Float64Array:
         raise WireError("a zero among the statistics has a sign")
     signs = np.where(codes > len(magnitudes), -1.0, 1.0)
     return _scaled(signs * magnitudes[codes % len(magnitudes)], exponent)
-
-
-def _read_halves(reader: Reader, size: int) -> Float64Array:
-    exponent = _read_exponent(reader)
-    return _scaled(reader.array(size, "<f2", "a tensor").astype(np.float64), exponent - _MANTISSA)
 
 
 def _scaled(values: Float64Array, exponent: int) -> Float64Array:

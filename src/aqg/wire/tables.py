@@ -60,7 +60,8 @@ def least_bits(counts: NDArray[np.int64]) -> float:
     (521, 529)
     """
     table_bits = _write(np.minimum(counts, 1), int(counts.argmax()), 0, _NOWHERE)
-    return float(_add_entropy(float(table_bits), counts, int(counts.sum())))
+    found = counts[counts > 0]
+    return float(table_bits + found @ np.log2(found.sum() / found))
 
 
 def write_table(table: Table) -> bytes:
@@ -170,14 +171,6 @@ def _choose(counts: Any, total: Any, peak: Any, frequencies: Any, nowhere: Any) 
                 best_bits, best_scale, best_precision = bits, scale_bits, precision
     _fill(counts, total, peak, best_scale, best_precision, frequencies)
     return best_scale, best_precision, best_bits
-
-
-@njit()
-def _add_entropy(bits: Any, counts: Any, total: Any) -> Any:
-    for i in range(len(counts)):
-        if counts[i]:
-            bits += counts[i] * math.log2(total / counts[i])
-    return bits
 
 
 @part(forceinline=True)

@@ -116,12 +116,10 @@ class Reader:
         return value
 
     def zigzag(self) -> int:
-        """Undo `write_zigzag`."""
         code = self.varint()
         return code >> 1 if code % 2 == 0 else -(code >> 1) - 1
 
     def part(self, what: str) -> NDArray[np.uint8]:
-        """Undo `write_part`."""
         size = self.varint()
         if size > self.left:
             raise WireError(f"{what} claims {size} bytes where {self.left} are left")

@@ -5,7 +5,7 @@ take few different values. What does not fit is written by its bits.
 ``docs/reference/frame-format.md`` describes each byte.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,9 @@ from aqg.core.grids import Grid
 from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import WireError
-from aqg.wire import frame
+from aqg.wire import frame, sections
 from aqg.wire.payloads import Mode
-from aqg.wire.sections import (
-    BYTES,
-    Alphabet,
-    Plane,
-    decode_planes,
-    encode_planes,
-    join_bytes,
-    split_bytes,
-)
+from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import Reader, write_part, write_varint, write_zigzag
 
 BITS, LATTICE, TABLE = range(3)
@@ -38,13 +30,8 @@ _BLOCK = 1 << 18
 _PLACES_MODES = (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS)
 
 
-class _Difference(NamedTuple):
-    """What is written: the kind, the signs, and the magnitudes where they are not zero."""
-
-    kind: int
-    signs: NDArray[np.uint8]
-    head: bytes
-    planes: list[Plane]
+_Difference: TypeAlias = tuple[int, NDArray[np.uint8], bytes, list[Plane]]
+"""What is written: the kind, the signs, and the head and planes of magnitudes other than zero."""
 
 
 def encode_vector(new: FloatArray, old: FloatArray) -> bytes:
@@ -95,7 +82,9 @@ def decode_vector(data: NDArray[np.uint8], old: FloatArray) -> Any:
     for begin in range(0, len(old), _BLOCK):  # a block at a time: temporaries are several times it
         block = slice(begin, begin + _BLOCK)
         places = np.flatnonzero(levels[block] != 1)
-        part = join_bytes([plane[done : done + len(places)] for plane in planes], np.uint64)
+        part = sections.join_bytes(
+            [plane[done : done + len(places)] for plane in planes], np.uint64
+        )
         part = part if table is None else table[part]
         done += len(places)
         is_negative = levels[block][places] == 0
@@ -119,7 +108,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     indices = np.flatnonzero(is_changed)
     levels = np.ones(len(new), np.uint8)
     if not len(indices):
-        return _Difference(BITS, levels, b"", [])
+        return BITS, levels, b"", []
     after, before = new[indices], old[indices]
     with np.errstate(over="ignore", invalid="ignore"):
         differences = after.astype(np.float64) - before
@@ -135,7 +124,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     is_negative = gaps >= top
     levels[indices] = np.where(is_negative, 0, 2)
     magnitudes = np.where(is_negative, 0 - gaps, gaps)
-    return _Difference(BITS, levels, b"", split_bytes(magnitudes, [BYTES] * gaps.itemsize))
+    return BITS, levels, b"", sections.split_bytes(magnitudes, [BYTES] * gaps.itemsize)
 
 
 def _multiples(
@@ -154,9 +143,9 @@ def _multiples(
         plane = Plane(indices.astype(np.uint8), _index_alphabet(len(table)))
         steps = np.diff(table.astype(np.int64), prepend=0)
         head = bytes([len(table) - 1]) + b"".join(write_varint(int(step)) for step in steps)
-        return _Difference(TABLE, signs, write_zigzag(exponent) + head, [plane])
-    planes = split_bytes(multiples, [BYTES] * ((largest.bit_length() + 7) // 8))
-    return _Difference(LATTICE, signs, write_zigzag(exponent) + bytes([len(planes)]), planes)
+        return TABLE, signs, write_zigzag(exponent) + head, [plane]
+    planes = sections.split_bytes(multiples, [BYTES] * ((largest.bit_length() + 7) // 8))
+    return LATTICE, signs, write_zigzag(exponent) + bytes([len(planes)]), planes
 
 
 def _on_lattice(magnitudes: NDArray[np.float64]) -> tuple[NDArray[np.uint64], int] | None:
@@ -186,12 +175,9 @@ def _read_head(reader: Reader, kind: int) -> tuple[NDArray[np.uint64] | None, in
         if not 1 <= number <= _MOST_BITS // 8:
             raise WireError(f"multiples of {number} bytes; they have 1 to {_MOST_BITS // 8}")
         return None, exponent, [BYTES] * number
-    table = np.empty(number + 1, np.uint64)
-    value = 0
-    for index in range(number + 1):
-        step = reader.varint()
-        value += step
-        if not step > 0 or value >> _MOST_BITS:
-            raise WireError(f"the table of magnitudes holds {value} after a step of {step}")
-        table[index] = value
-    return table, exponent, [_index_alphabet(number + 1)]
+    table: list[int] = []
+    for step in (reader.varint() for _ in range(number + 1)):
+        table.append(step + (table[-1] if table else 0))
+        if not step > 0 or table[-1] >> _MOST_BITS:
+            raise WireError(f"the table of magnitudes holds {table[-1]} after a step of {step}")
+    return np.array(table, np.uint64), exponent, [_index_alphabet(number + 1)]

@@ -152,7 +152,7 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     assert {job.trial.seed for job in run_all(plan)} >= {1}
     ours = next(job for job in ended if job.trial.recipe == "auto" and job.trial.task == FIXED.name)
     stc = next(job for job in ended if job.trial.recipe == "stc" and job.trial.task == FIXED.name)
-    assert plan._ceiling(stc.trial) == plan._ceiling(ours.trial) == 1600
+    assert plan._job(stc.trial).ceiling == plan._job(ours.trial).ceiling == 1600
     assert ours.config.step == "fixed"  # with exact gradients it has a step to find
     searched = {t.setting.multiplier for t in stuck if t.recipe == "auto"}
     assert searched >= {0.5, 1, 2, 4, 8}

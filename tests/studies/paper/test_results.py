@@ -28,7 +28,6 @@ from aqg.studies.paper.outcomes import (
     key_of,
     main_reading,
     missing_from,
-    of_setting,
     read_results,
     write_results,
 )
@@ -144,7 +143,7 @@ def test_the_sentences_that_are_written_by_hand_hold(stored):
     near = []
     for row in TABLE_2:
         if row.setting == "network-iid":
-            ours = of_setting(stored, row.setting, row.recipe)
+            ours = stored.of_setting(row.setting, row.recipe)
             uploads = [o.reached[1e-6].uploads for o in ours]
             near.append(min(uploads) <= 1.1 * row.uploads and max(uploads) >= 0.9 * row.uploads)
     assert sum(near) > len(near) / 2

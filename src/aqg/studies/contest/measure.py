@@ -259,17 +259,6 @@ def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
     return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
 
 
-def student_quantile(degrees: int, level: float = 0.95) -> float:
-    """Return how many standard errors a two-sided interval of Student's has to each side.
-
-    >>> [round(student_quantile(degrees), 3) for degrees in (1, 9, 40)]
-    [12.706, 2.262, 2.021]
-    """
-    from scipy import stats  # takes a second to import
-
-    return float(stats.t.ppf((1 + level) / 2, degrees))
-
-
 @dataclass(frozen=True)
 class Mean:
     """A mean over seeds with a 95 % confidence interval; none where there is a single seed."""
@@ -294,8 +283,10 @@ def arithmetic_mean(values: Sequence[float]) -> Mean:
     center = sum(values) / count
     if count < 2:
         return Mean(center)
+    from scipy import stats  # takes a second to import
+
     spread = math.sqrt(sum((x - center) ** 2 for x in values) / (count - 1) / count)
-    margin = student_quantile(count - 1) * spread
+    margin = float(stats.t.ppf(0.975, count - 1)) * spread
     return Mean(center, center - margin, center + margin)
 
 
@@ -307,6 +298,5 @@ def geometric_mean(values: Sequence[float]) -> Mean:
     (2.0, 0.357, 11.19)
     """
     mean = arithmetic_mean([math.log(value) for value in values])
-    if mean.low is None or mean.high is None:
-        return Mean(math.exp(mean.value))
-    return Mean(math.exp(mean.value), math.exp(mean.low), math.exp(mean.high))
+    low, high = (end if end is None else math.exp(end) for end in (mean.low, mean.high))
+    return Mean(math.exp(mean.value), low, high)

@@ -34,22 +34,9 @@ from aqg.runs.files import Records, write_atomically
 from aqg.runs.loop import slug
 from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.stopping import Target
+from aqg.studies.contest import search
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
-from aqg.studies.contest.search import (
-    FEDAVG,
-    FORMER_STEP,
-    SEARCH_SEED,
-    SELF_SETTING,
-    STEP,
-    Setting,
-    Tuned,
-    applies,
-    default_setting,
-    fixed_steps,
-    is_ours,
-    parse_recipes,
-    pending_settings,
-)
+from aqg.studies.contest.search import FEDAVG, SEARCH_SEED, Setting, Tuned, is_ours, parse_recipes
 from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
 
 PLAN = "compare.json"
@@ -81,7 +68,7 @@ class Comparison:
     def pairs(self) -> Iterator[tuple[str, Task]]:
         """Yield what is measured: every recipe on every task where it makes a difference."""
         for recipe in self.recipes:
-            yield from ((recipe, task) for task in self.tasks if applies(recipe, task))
+            yield from ((recipe, task) for task in self.tasks if search.applies(recipe, task))
 
     def parse_tasks(self, text: str) -> tuple[Task, ...]:
         """Return the tasks that ``--task`` names, which may be the user's own."""
@@ -165,8 +152,6 @@ class TrialJob(Job):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial."""
-
     trial: Trial
     ending: str  # as in `aqg.runs.stopping`
     curve: Curve  # on the validation set or, without one, of what the target measures
@@ -294,7 +279,7 @@ class Findings:
         """
         ranks = self.ranks(recipe, task)
         if not with_former:
-            ranks = {s: found for s, found in ranks.items() if s.multiplier != FORMER_STEP}
+            ranks = {s: found for s, found in ranks.items() if s.multiplier != search.FORMER_STEP}
         return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
 
     def pending_fedavg(self, task: Task) -> tuple[list[Setting], int]:
@@ -303,7 +288,7 @@ class Findings:
         And about how many may follow. The step that sets itself is one of them.
         """
         settings, later = self._pending_fixed(task)
-        adaptive = Setting(FEDAVG, multiplier=SELF_SETTING)
+        adaptive = Setting(FEDAVG, multiplier=search.SELF_SETTING)
         is_tried = adaptive in self._searched_curves(task)
         return [*settings, *([] if is_tried else [adaptive])], later
 
@@ -313,12 +298,12 @@ class Findings:
         It goes on where the best plateau is at the edge of the steps that were tried, and where the
         step that reaches the target first is.
         """
-        settings, later = pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
+        settings, later = search.pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
         first = None if settings else self._first_to_reach(task, fixed_only=True)
         if first is None:
             return settings, later
         tried = [setting.multiplier for setting in self._searched_curves(task)]
-        further = fixed_steps(task).beyond(tried, first.multiplier)
+        further = search.fixed_steps(task).beyond(tried, first.multiplier)
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
     def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
@@ -328,7 +313,9 @@ class Findings:
             return None
         target = found.targets[task.goal.name]
         if fixed_only:
-            curves = {s: curve for s, curve in curves.items() if s.multiplier != SELF_SETTING}
+            curves = {
+                s: curve for s, curve in curves.items() if s.multiplier != search.SELF_SETTING
+            }
         reached = {s: at for s, curve in curves.items() if (at := curve.reach(target)) is not None}
         return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
 
@@ -364,8 +351,8 @@ def pending_trials(
         if is_reference:
             return findings.pending_fedavg(task)
         if comparison.search:
-            return pending_settings(recipe, task, tried, comparison.quick)
-        setting = tuned.get(task.name, {}).get(recipe) or default_setting(recipe, task)
+            return search.pending_settings(recipe, task, tried, comparison.quick)
+        setting = tuned.get(task.name, {}).get(recipe) or search.default_setting(recipe, task)
         return ([] if setting in tried else [setting]), 0
 
     has_reference = (task.name, SEARCH_SEED) in findings.references
@@ -409,9 +396,9 @@ def make_config(
     config = task.config if target is None else task.with_target(target)
     setting = trial.setting
     chosen: dict[str, Any] = {"alpha": config.alpha * setting.multiplier, "step": "fixed"}
-    if setting.multiplier == SELF_SETTING:
-        chosen = {"step": AUTO if is_ours(trial.recipe, task) else STEP}
-    elif setting.multiplier == FORMER_STEP:
+    if setting.multiplier == search.SELF_SETTING:
+        chosen = {"step": AUTO if is_ours(trial.recipe, task) else search.STEP}
+    elif setting.multiplier == search.FORMER_STEP:
         raise ConfigError(f"{setting} cannot be run: the rule for its step is no longer there")
     return replace(
         config,
@@ -428,8 +415,8 @@ class ContestPlan(StudyPlan[TrialJob]):
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
     The lock of the directory is held. ``tuned`` are settings that a search found before, for a
-    comparison without one. ``failures`` are trials that ended without an outcome; they are not
-    handed out again, and a search that needs one of them does not go on.
+    comparison without one. Trials in ``failures`` are not handed out again, and a search that needs
+    one of them does not go on.
     """
 
     def __init__(
@@ -469,8 +456,7 @@ class ContestPlan(StudyPlan[TrialJob]):
     def next(self) -> TrialJob | None:
         """Return what to run now; None while everything left depends on trials under way."""
         while (trial := self._next_trial()) is not None:
-            config, ceiling = self._config(trial), self._ceiling(trial)
-            job = TrialJob(trial.directory, config, ceiling, trial=trial)
+            job = self._job(trial)
             place = self._directory / job.name
             if trial in self._outcomes:  # it ended at an easier target than today's
                 shutil.rmtree(place, ignore_errors=True)
@@ -500,14 +486,18 @@ class ContestPlan(StudyPlan[TrialJob]):
             num_later += most_later if self._failed.isdisjoint(trials) else 0
         return len(left) + num_later
 
-    def _ceiling(self, trial: Trial) -> float:
-        """Return the bytes of the reference, beyond which a run is of no interest.
+    def _job(self, trial: Trial) -> TrialJob:
+        """Return a trial's run, which ends at the hardest target and the reference's ceiling.
 
-        Federated averaging itself is not stopped for its bytes, and neither is ours.
+        Federated averaging itself is not stopped so, and neither is ours.
         """
+        task, target, ceiling = self._task_of(trial), None, math.inf
         reference = self._findings.references.get((trial.task, trial.seed))
-        is_free = trial.recipe == FEDAVG or is_ours(trial.recipe, self._task_of(trial))
-        return math.inf if reference is None or is_free else reference.ceiling
+        if reference is not None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
+            ceiling = reference.ceiling
+            target = reference.hardest if task.goal.target is None else None
+        config = make_config(trial, task, target, self._comparison.downlink, self._device)
+        return TrialJob(trial.directory, config, ceiling, trial=trial)
 
     def _task_of(self, trial: Trial) -> Task:
         return next(task for task in self._comparison.tasks if task.name == trial.task)
@@ -521,12 +511,6 @@ class ContestPlan(StudyPlan[TrialJob]):
         """Return what is pending, but for runs that were made just now: none is made twice."""
         found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
         return [trial for trial in found[0] if trial not in self._made], found[1]
-
-    def _config(self, trial: Trial) -> RunConfig:
-        task, target = self._task_of(trial), None
-        if task.goal.target is None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
-            target = self._findings.references[task.name, trial.seed].hardest
-        return make_config(trial, task, target, self._comparison.downlink, self._device)
 
     def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
         outcome = Outcome.of_run(trial, summary, seconds)

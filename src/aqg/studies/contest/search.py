@@ -183,8 +183,7 @@ def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) 
 
 
 def _parameters(recipe: str, task: Task) -> dict[str, Any]:
-    own: dict[str, Any] = read_grid()[task.regime]["parameters"].get(recipe, {})
-    return own
+    return read_grid()[task.regime]["parameters"].get(recipe, {})
 
 
 def fixed_steps(task: Task) -> Ladder:

@@ -56,9 +56,7 @@ class Cell:
     is_partial: bool = False  # runs are missing
     same_as: str | None = None  # an earlier recipe whose runs were the same, to the byte
     level: float | None = None  # the mean plateau, where all runs went to the last round
-    plateau: measure.Mean | None = (
-        None  # points above federated averaging's, by seed; of losses percent
-    )
+    plateau: measure.Mean | None = None  # points above federated averaging's; of losses percent
     versus: measure.Mean | None = None  # its bytes over those of `auto`, by seed
     num_settings: int = 1  # that were tried on seed 0
     rounds: float | None = None  # the mean of those until the target
@@ -156,9 +154,10 @@ def _make_cell(
     recipe, goal = runs[0].trial.recipe, task.goal
     found = _scores(task, name, runs, findings)
     scores = [one for one in found.values() if one is not None]
-    savings = [one.savings for one in scores if one.savings is not None]
-    delays = [one.delay for one in scores if one.delay is not None]
-    tests = [one.test for one in scores if one.test is not None]
+
+    def known(key: str) -> list[float]:
+        return [value for one in scores if (value := getattr(one, key)) is not None]
+
     own = [o for o in runs if o.trial.seed in found]
     values = [v for o in own for v in o.curve.values if v == v]
     default = _scores(task, name, ours, findings)
@@ -169,28 +168,28 @@ def _make_cell(
     ]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
+    about = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
     return Cell(
-        task=task.name,
-        recipe=recipe,
-        goal=name,
-        setting=runs[0].trial.setting,
-        num_seeds=len(found),
-        num_reached=len(scores),
-        cost=measure.geometric_mean([one.cost for one in scores]) if scores else None,
-        savings=measure.geometric_mean(savings) if savings else None,
-        delay=measure.geometric_mean(delays) if delays else None,
-        test=_mean(tests),
+        *about,
+        cost=_middle(known("cost")),
+        savings=_middle(known("savings")),
+        delay=_middle(known("delay")),
+        test=_mean(known("test")),
         best_value=min(values, key=lambda value: goal.sign * value, default=None),
         level=level,
-        rounds=_mean([one.rounds for one in scores]),
+        rounds=_mean(known("rounds")),
         upload_bytes=_mean([size for size in uploads if size is not None]),
         plateau=plateau,
-        versus=measure.geometric_mean(ratios) if ratios and recipe not in (FEDAVG, OURS) else None,
+        versus=_middle(ratios) if recipe not in (FEDAVG, OURS) else None,
     )
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _middle(values: Sequence[float]) -> measure.Mean | None:
+    return measure.geometric_mean(values) if values else None
 
 
 def _plateau(
@@ -314,16 +313,7 @@ def plateau_text(cell: Cell, goal: measure.Goal) -> str:
     """Write federated averaging's plateau, and others as points above it."""
     if cell.recipe == FEDAVG:
         return "" if cell.level is None else _value(cell.level, goal)
-    return "" if cell.plateau is None else _with_interval(cell.plateau, format_points)
-
-
-def format_points(points: float) -> str:
-    """Return points with their sign.
-
-    >>> format_points(0.26), format_points(-1.0)
-    ('+0.3', '-1.0')
-    """
-    return f"{points:+.1f}"
+    return "" if cell.plateau is None else _with_interval(cell.plateau, "{:+.1f}".format)
 
 
 def versus_text(cell: Cell) -> str:
@@ -371,7 +361,7 @@ def _short(cell: Cell | None, goal: measure.Goal) -> str:
         return f"{level}{format_bytes(cell.cost.value)}{mark}"
     text = f"{format_saving(cell.savings.value)}, {cell.delay.value:.2f}"
     if cell.plateau is not None and cell.goal == measure.PLATEAU:
-        text += f", {format_points(cell.plateau.value)}"
+        text += f", {cell.plateau.value:+.1f}"
     if cell.num_reached < cell.num_seeds:
         text += f" ({cell.num_reached}/{cell.num_seeds})"
     return (f"**{text}**" if cell.is_swap_in else text) + mark
@@ -409,11 +399,8 @@ def _all_goals(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
         "As above, until shares of federated averaging's plateau are reached, and the plateau less "
         "one point, with the setting that is best for the latter."
     )
-    header = (
-        "task",
-        "recipe",
-        *(name.replace(measure.PLATEAU, "plateau − 1 point") for name in names),
-    )
+    goals = (name.replace(measure.PLATEAU, "plateau − 1 point") for name in names)
+    header = ("task", "recipe", *goals)
     return Table("swap-in-goals", "Several goals", note, header, tuple(rows), 2)
 
 

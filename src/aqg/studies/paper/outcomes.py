@@ -162,6 +162,33 @@ class Results:
         wanted = settings.items()
         return [o for o in self.outcomes if all(getattr(o, k) == value for k, value in wanted)]
 
+    @property
+    def reading(self) -> tuple[str, float] | None:
+        return main_reading(self.outcomes)
+
+    def of_setting(self, setting: str, recipe: str) -> list[Outcome]:
+        section, partition = BLOCKS[setting]
+        found = self.select(section=section, partition=partition, recipe=recipe)
+        if section == "logistic":
+            shown = self.reading
+            found = [o for o in found if (o.scaling, o.alpha) == shown]
+        return found
+
+    def cost_of(self, outcome: Outcome) -> Cost | None:
+        """Return what the paper counts: all 500 rounds, or those until the residual is reached."""
+        if outcome.section in ("logistic", "network"):
+            return outcome.total
+        kind = "dropout" if outcome.section == "dropouts" else "softmax"
+        return outcome.reached.get(self.about[f"{kind}_residual"])
+
+    def cost_to_the_end(self, outcome: Outcome) -> Cost | None:
+        """Return what the paper counts, of runs that get where they should, as ratios need it.
+
+        A logistic run has 500 rounds whether it converges or not.
+        """
+        is_lost = outcome.diverged or (outcome.section == "logistic" and not outcome.converged)
+        return None if is_lost else self.cost_of(outcome)
+
 
 def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
     """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
@@ -184,21 +211,11 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
         minimum = minima.get(_loss_key(planned))
         made_by = summary["versions"]
         settings = {key: getattr(config, key) for key in _OF_THE_CONFIG}
-        outcomes.append(
-            Outcome(
-                name=name,
-                section=planned.section,
-                **settings,
-                machine=made_by["machine"],
-                minimum=minimum,
-                start_loss=trace.losses[0],
-                final_loss=final,
-                peak_loss=max(trace.losses),
-                test_accuracy=summary["test_accuracy"],
-                total=trace.costs[-1],
-                reached=_reached(trace, minimum),
-            )
-        )
+        settings |= {"machine": made_by["machine"], "minimum": minimum, "final_loss": final}
+        settings |= {"start_loss": trace.losses[0], "peak_loss": max(trace.losses)}
+        settings |= {"test_accuracy": summary["test_accuracy"], "total": trace.costs[-1]}
+        reached = _reached(trace, minimum)
+        outcomes.append(Outcome(name, planned.section, **settings, reached=reached))
         curves[name] = thin(trace)
         place = versions.setdefault(f"{planned.section}: {made_by['machine']}", {})
         for library, version in made_by.items():
@@ -351,32 +368,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def of_setting(results: Results, setting: str, recipe: str) -> list[Outcome]:
-    section, partition = BLOCKS[setting]
-    found = results.select(section=section, partition=partition, recipe=recipe)
-    if section == "logistic":
-        shown = main_reading(results.outcomes)
-        found = [o for o in found if (o.scaling, o.alpha) == shown]
-    return found
-
-
-def cost_of(results: Results, outcome: Outcome) -> Cost | None:
-    """Return what the paper counts: all 500 rounds, or those until the residual is reached."""
-    if outcome.section in ("logistic", "network"):
-        return outcome.total
-    kind = "dropout" if outcome.section == "dropouts" else "softmax"
-    return outcome.reached.get(results.about[f"{kind}_residual"])
-
-
-def cost_to_the_end(results: Results, outcome: Outcome) -> Cost | None:
-    """Return what the paper counts, of runs that get where they should: what ratios are made of.
-
-    A logistic run has 500 rounds whether it converges or not.
-    """
-    is_lost = outcome.diverged or (outcome.section == "logistic" and not outcome.converged)
-    return None if is_lost else cost_of(results, outcome)
-
-
 def paired_ratios(
     ours: Sequence[Outcome],
     other: Sequence[Outcome],
@@ -414,10 +405,16 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
     }
 
 
-def describe(plan: Sequence[PlannedRun], scale: Scale) -> dict[str, Any]:
+def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
+    """Collect what is finished, with what made it, and write it down."""
+    plan = adopt_devices(plan, directory)
     devices = sorted({planned.run.config.device for planned in plan})
     versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    return versions | {"devices": devices} | asdict(scale)
+    about = versions | {"devices": devices} | asdict(scale)
+    results = collect(plan, directory / RUN_DIRECTORY, about)
+    results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
+    write_results(directory, results)
+    return results
 
 
 def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -22,36 +21,9 @@ from aqg.report.curves import Band, Points, combine
 from aqg.report.pictures import new_figure, tidy
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
-from aqg.studies.paper.outcomes import (
-    CONVERGED,
-    ROUNDING,
-    RUN_DIRECTORY,
-    Outcome,
-    Results,
-    adopt_devices,
-    collect,
-    cost_of,
-    cost_to_the_end,
-    count_runs,
-    describe,
-    main_reading,
-    of_setting,
-    paired_ratios,
-    write_results,
-)
-from aqg.studies.paper.plan import (
-    ALWAYS_SEND,
-    BLOCKS,
-    BY_SOURCE,
-    DROPOUT_RECIPES,
-    NETWORK_RECIPES,
-    PAPER_RESIDUAL,
-    TABLE_2,
-    TABLE_RECIPES,
-    PaperRow,
-    PlannedRun,
-    Scale,
-)
+from aqg.studies.paper import plan
+from aqg.studies.paper.outcomes import CONVERGED, ROUNDING, Outcome, Results, keep, paired_ratios
+from aqg.studies.paper.plan import BY_SOURCE, PAPER_RESIDUAL, TABLE_2, TABLE_RECIPES, PaperRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,18 +86,18 @@ def all_tables(results: Results) -> list[Table]:
 def table_2(results: Results) -> Table:
     paper = {(row.setting, row.recipe): row for row in TABLE_2}
     rows = []
-    for setting in BLOCKS:
+    for setting in plan.BLOCKS:
         for recipe in TABLE_RECIPES:
-            if not (ours := of_setting(results, setting, recipe)):
+            if not (ours := results.of_setting(setting, recipe)):
                 continue
             has_paper = is_comparable(results) or setting.startswith("logistic")
             row = paper.get((setting, recipe)) if has_paper else None
-            costs = [cost for o in ours if (cost := cost_of(results, o)) is not None]
+            costs = [cost for o in ours if (cost := results.cost_of(o)) is not None]
             ratios = paired_ratios(
-                ours, of_setting(results, setting, "laq"), lambda o: cost_to_the_end(results, o)
+                ours, results.of_setting(setting, "laq"), results.cost_to_the_end
             )
             told = f"{percent(row.saving)} / " if row and row.saving else ""
-            shares = [] if recipe in ("laq", *ALWAYS_SEND) else [1 - ratio for ratio in ratios]
+            shares = [] if recipe in ("laq", *plan.ALWAYS_SEND) else [1 - ratio for ratio in ratios]
             uploaded = span([cost.upload_bytes for cost in costs], format_bytes)
             rows.append(
                 (
@@ -134,7 +106,7 @@ def table_2(results: Results) -> Table:
                     beside(row and row.uploads, [cost.uploads for cost in costs]),
                     beside(row and row.bits, [cost.bits_per_param for cost in costs]),
                     *(told + span(shares, percent), uploaded),
-                    out_of(sum(cost_to_the_end(results, o) is not None for o in ours), len(ours)),
+                    out_of(sum(results.cost_to_the_end(o) is not None for o in ours), len(ours)),
                 )
             )
     note = (
@@ -172,7 +144,7 @@ def section_table(results: Results, section: str) -> Table:
 
 
 def _cell(results: Results, runs: Sequence[Outcome]) -> str:
-    costs = [cost for o in runs if (cost := cost_to_the_end(results, o)) is not None]
+    costs = [cost for o in runs if (cost := results.cost_to_the_end(o)) is not None]
     end = median(o.final_loss if o.minimum is None else o.residual for o in runs)
     text = "-"
     if costs:
@@ -246,7 +218,7 @@ def all_figures(results: Results) -> dict[str, bytes]:
 def _comparison(results: Results, section: str, partition: str, setting: str) -> bytes | None:
     outcomes = results.select(section=section, partition=partition)
     model = "MNIST, 784→10 softmax"
-    reading = main_reading(results.outcomes)
+    reading = results.reading
     if section == "logistic" and reading is not None:
         outcomes = [o for o in outcomes if (o.scaling, o.alpha) == reading]
         model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
@@ -263,14 +235,14 @@ def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes
     by_rate = {rate: [o for o in outcomes if o.dropout == rate] for rate in rates}
     panels = {f"loss − minimum, p = {rate:g}": own for rate, own in by_rate.items() if own}
     title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
-    return _figure(results, panels, DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
+    return _figure(results, panels, plan.DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
 
 
 def _network(results: Results) -> bytes | None:
     by_split = {p: results.select(section="network", partition=p) for p in ("iid", "label")}
     panels = {f"loss, {SPLITS[p]}": own for p, own in by_split.items() if own}
     title = "MNIST, 784-200-10 network"
-    return _figure(results, panels, NETWORK_RECIPES, title, limits=(0.4, 1e3))
+    return _figure(results, panels, plan.NETWORK_RECIPES, title, limits=(0.4, 1e3))
 
 
 def _figure(
@@ -365,22 +337,14 @@ def _png(figure: Any) -> bytes:
     return packed.getvalue()
 
 
-def keep_results(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
-    plan = adopt_devices(plan, directory)
-    results = collect(plan, directory / RUN_DIRECTORY, describe(plan, scale))
-    results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
-    write_results(directory, results)
-    write_views(directory, results)
-    return results
-
-
-def write_views(directory: Path, results: Results) -> None:
-    """Write the tables as Markdown and, where matplotlib is installed, the figures as PNG."""
+def keep_results(runs: Sequence[plan.PlannedRun], scale: plan.Scale, directory: Path) -> Results:
+    """Write the results, the tables as Markdown and, with matplotlib, the figures as PNG."""
+    results = keep(runs, scale, directory)
     text = "\n".join(table.to_markdown() for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
-    if find_spec("matplotlib") is None:
-        return
-    figures = directory / FIGURE_DIRECTORY
-    figures.mkdir(exist_ok=True)
-    for name, picture in all_figures(results).items():
-        write_atomically(figures / f"{name}.png", picture)
+    if find_spec("matplotlib") is not None:
+        figures = directory / FIGURE_DIRECTORY
+        figures.mkdir(exist_ok=True)
+        for name, picture in all_figures(results).items():
+            write_atomically(figures / f"{name}.png", picture)
+    return results
