@@ -14,7 +14,7 @@ from aqg.core.server import (
     init_server,
     take_message,
 )
-from aqg.errors import ConfigError, MessageError
+from aqg.errors import MessageError
 
 SIZE = 30
 
@@ -48,11 +48,6 @@ def test_a_silent_client_must_speak_after_max_staleness_rounds(name):
         spoke.append(not isinstance(message, Skip))
     # Five silent rounds, then a forced upload, again and again.
     assert spoke == [False] * 5 + [True] + [False] * 5 + [True] + [False]
-
-
-def test_max_staleness_has_a_bound():
-    with pytest.raises(ConfigError, match="max_staleness is 0; it must be at least 1"):
-        make_recipe("lean", max_staleness=0)
 
 
 def upload(size=SIZE, level=2):

@@ -82,22 +82,6 @@ def test_mirrors_agree_to_the_last_bit(name, dtype):
     assert simulation.loss() < records[0].loss
 
 
-@pytest.mark.parametrize(
-    ("spec", "bits", "message"),
-    [
-        ("nope", 4, "unknown recipe 'nope'; choose from aqg, aqg-2"),
-        ("lean:zeta=1", 4, "no option 'zeta'; it has: xi, eta"),
-        ("lean:eta=much", 4, "'much'; it must be a number"),
-        ("laq", 0, "bits is 0; it must be in 1..16"),
-        ("laq", 17, "bits is 17"),
-        ("qsgd", 1, "at least 2 bits"),
-    ],
-)
-def test_bad_specs_are_named(spec, bits, message):
-    with pytest.raises(ConfigError, match=message):
-        make_recipe(spec, bits)
-
-
 def test_users_add_their_own():
     class EveryOther:
         """Sends two bits whenever the innovation is larger than the movement."""

@@ -19,7 +19,7 @@ from aqg.core.server import (
     take_message,
 )
 from aqg.core.space import NumpySpace
-from aqg.core.step_sizes import DistanceOverGradients, Fixed, make_step, resolve_step
+from aqg.core.step_sizes import DistanceOverGradients, Fixed, resolve_step
 from aqg.errors import ConfigError
 
 SPACE = NumpySpace()
@@ -186,22 +186,3 @@ def test_auto_is_the_recipes_own(recipe, are_exact, rule):
     assert resolve_step("auto", make_recipe(recipe), are_exact, SGD()) == rule
     assert resolve_step("auto", make_recipe(recipe), are_exact, Momentum()) == Fixed()
     assert resolve_step("fixed", make_recipe(recipe), are_exact, SGD()) == Fixed()
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("long", "unknown step 'long'; choose from auto, fixed, dog"),
-        ("dog:long=1", "step 'dog' has no option 'long'; it has: average, first, widest, most"),
-        ("dog:most=0", "most is 0.0; it must be above 0 and finite"),
-        ("dog:widest=x", "option widest of step 'dog' is 'x'; it must be a number"),
-        ("dog:widest=inf", "widest is inf; it must be above 0 and finite"),
-        ("dog:first=0", "first is 0.0; it must be above 0 and finite"),
-        ("dog:first=nan", "first is nan; it must be above 0 and finite"),
-        ("fixed:most=1", "step 'fixed' has no option 'most'; it has: average"),
-        ("fixed:average=-1", "average is -1.0; it must be at least 0 and finite"),
-    ],
-)
-def test_bad_settings_are_named(spec, message):
-    with pytest.raises(ConfigError, match=message):
-        make_step(spec)

@@ -12,7 +12,6 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight
 from aqg.errors import ConfigError
 from aqg.objectives.base import Objective
-from aqg.runs.config import resolve
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds, make_late
@@ -120,31 +119,6 @@ def test_bytes_of_those_at_work():
     first, second = [meter.charge(record).total_bytes for record in rounds]
     assert first == 2020 + 2 * FIRST_ORDER_BYTES + REPLY_BYTES  # one of them has not replied
     assert second == 20 + ORDER_BYTES + REPLY_BYTES  # and does not need another order now
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"buffer_size": 3}, "buffer_size is 3 without speeds"),
-        ({"link_mbit": 2.0}, "link_mbit is 2.0 without speeds"),
-        ({"speeds": "equal", "buffer_size": 0}, "buffer_size is 0; it must be at least 1"),
-        (
-            {"speeds": "equal", "buffer_size": 11, "local_steps": 2},
-            r"buffer_size is 11; it must be in 1\.\.10",
-        ),
-        ({"speeds": "equal", "buffer_size": 3}, "mirror of every client"),
-        ({"speeds": "equal", "buffer_size": 3, "recipe": "laq"}, "mirror of every client"),
-        ({"speeds": "walk"}, "unknown speeds 'walk'; choose from equal, lognormal, stragglers"),
-        ({"speeds": "lognormal:sigma=-1"}, "sigma is -1; it must be at least 0"),
-        ({"speeds": "equal:seconds=0"}, "seconds is 0; it must be above 0"),
-        ({"speeds": "stragglers:share=2"}, "share is 2; it must be at least 0 and at most 1"),
-        ({"speeds": "equal", "outages": "random:chance=nan"}, "chance is nan"),
-        ({"speeds": "equal", "link_mbit": -1.0}, "link_mbit is -1.0; it must be at least 0"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigError, match=text):
-        resolve({"recipe": "auto", **settings})
 
 
 def test_statistics_that_the_server_averages_come_with_the_round():

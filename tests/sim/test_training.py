@@ -10,10 +10,9 @@ import pytest
 
 from aqg.cli.app import run_app
 from aqg.core.downlink import Condensed
-from aqg.core.optimizers import SGD, Adam, Momentum, make_optimizer
+from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.recipes import make_recipe
 from aqg.core.server import broadcast
-from aqg.errors import ConfigError
 from aqg.runs.config import resolve, to_toml
 from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
@@ -290,48 +289,6 @@ def test_command_line_has_every_option(tmp_path, capsys):
     assert [row.count(DROPPED) for row in widths] == [5] * 6
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LocalTraining(batch_size=0), "batch_size is 0; it must be at least 1"),
-        (lambda: LocalTraining(steps=0), "local_steps is 0; it must be at least 1"),
-        (lambda: LocalTraining(epochs=-1), "local_epochs is -1; it must be at least 1"),
-        (lambda: LocalTraining(steps=2, epochs=2), "local_steps is 2 and local_epochs 2; give one"),
-        (lambda: LocalTraining(rate=0.0), "local_rate is 0.0; it must be above 0"),
-        (
-            lambda: Training(weighting="size"),
-            "unknown weighting 'size'; choose from equal, samples",
-        ),
-        (lambda: Training(participation=0.0), "participation is 0.0; it must be above 0 and at"),
-        (lambda: Training(participation=1.5), "participation is 1.5; it must be above 0 and at"),
-        (lambda: Momentum(beta=1.0), "beta is 1.0; it must be at least 0 and below 1"),
-        (lambda: Adam(b2=-0.1), "b2 is -0.1; it must be at least 0 and below 1"),
-        (lambda: Adam(eps=0.0), "eps is 0.0; it must be above 0"),
-        (lambda: make_optimizer("lion"), "unknown optimizer 'lion'; choose from sgd, momentum"),
-        (
-            lambda: make_optimizer("sgd:beta=1"),
-            "optimizer 'sgd' has no option 'beta'; it has: none",
-        ),
-        (
-            lambda: make_optimizer("adam:b1=x"),
-            "option b1 of optimizer 'adam' is 'x'; it must be a number",
-        ),
-        (lambda: resolve({"batch_size": 2.5}), "batch_size is 2.5; it must be a whole number"),
-        (lambda: resolve({"local_steps": 0}), "local_steps is 0; it must be at least 1"),
-        (lambda: resolve({"optimizer": 3}), "optimizer is 3; it must be a text"),
-        (lambda: resolve({"participation": "half"}), "participation is 'half'; it must be a numb"),
-        (lambda: resolve({"optimizer": "adam:b1=2"}), "b1 is 2.0; it must be at least 0"),
-        (lambda: resolve({"scaling": "sum", "batch_size": 5}), "batch_size is 5 with scaling sum"),
-        (lambda: resolve({"scaling": "sum", "weighting": "samples"}), "with scaling sum"),
-    ],
-)
-def test_bad_settings_are_named(make, message):
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("engine", [FastSimulation, ReferenceSimulation])
 def test_fedavg_is_the_mean_of_those_who_took_part(engine):
     """Sampled, and away now and then: whatever their number, it is the mean of their updates."""
@@ -354,3 +311,24 @@ def test_fedavg_is_the_mean_of_those_who_took_part(engine):
         expected = before if not updates else before - 0.3 * np.mean(updates, axis=0)
         assert simulation.parameters == pytest.approx(expected, abs=1e-6)
     assert len(counts) > 2
+
+
+def test_rate_is_met_and_rounds_differ():
+    dropout = Dropout(0.3, seed=1)
+    away = np.array([dropout.dropped(k, 50) for k in range(1, 201)])
+    assert away.mean() == pytest.approx(0.3, abs=0.02)
+    assert len({tuple(row) for row in away}) == 200
+
+
+def test_a_round_does_not_depend_on_the_ones_before():
+    dropout = Dropout(0.5, seed=4)
+    late = dropout.dropped(90, 10)
+    dropout.dropped(1, 10)
+    assert np.array_equal(dropout.dropped(90, 10), late)
+    assert not np.array_equal(Dropout(0.5, seed=5).dropped(90, 10), late)
+
+
+def test_absences_add_to_chance():
+    dropout = Dropout(0.2, seed=2, absences=((0, 5, 6), (9, 1, 99)))
+    assert [bool(dropout.dropped(k, 4)[0]) for k in (5, 6)] == [True, True]
+    assert np.array_equal(dropout.dropped(7, 4), Dropout(0.2, seed=2).dropped(7, 4))
