@@ -130,7 +130,7 @@ def test_every_command_is_one_that_there_is(page):
             command.make_context("aqg", arguments, resilient_parsing=False)
 
 
-@pytest.mark.parametrize("page", pages_with_code(), ids=name_of)
+@pytest.mark.parametrize("page", [*pages_with_code()], ids=name_of)
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -248,13 +248,8 @@ def printed_rows(text):
     """Return loss, uploads and bytes up and down of each recipe in what ``aqg run`` prints."""
     row = r"^ ([a-z0-9-]+) +(\d\.\d{6}) .*? ([\d,]+) +[\d,]+ +([\d.]+) (k?M?B) +([\d.]+) (k?M?B) "
     return {
-        name: (
-            float(loss),
-            int(uploads.replace(",", "")),
-            float(up) * _SIZE[u],
-            float(down) * _SIZE[d],
-        )
-        for name, loss, uploads, up, u, down, d in re.findall(row, text, re.MULTILINE)
+        name: (float(loss), int(num.replace(",", "")), float(up) * _SIZE[u], float(down) * _SIZE[d])
+        for name, loss, num, up, u, down, d in re.findall(row, text, re.MULTILINE)
     }
 
 
