@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import aqg
+
+from tests import commands
 
 ROOT = Path(__file__).parents[1]
 NAME = f"aqg-{aqg.__version__}"
@@ -42,17 +45,7 @@ def built(tmp_path_factory):
     return out
 
 
-def run(*command, fails=False, **environment):
-    done = subprocess.run(
-        command,
-        cwd=environment.pop("cwd", "/"),
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    return done.stderr if fails else done.stdout
+run = partial(commands.run, without="PYTHONPATH", cwd="/")
 
 
 @pytest.mark.soak
