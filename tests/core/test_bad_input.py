@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import aqg
+from aqg.core.arrays import to_arrays
 from aqg.core.round import respond
 from aqg.core.server import take_message
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
@@ -43,21 +44,26 @@ def test_gradients(name, gradient, complaint):
         client_step(recipe, client, gradient, broadcast(recipe, server))
 
 
-@pytest.mark.parametrize("client", [-1, 3, 10**9, 0.0, "0", None, True])
-def test_clients_that_do_not_exist(client):
+BAD = {
+    "client": (-1, 3, 10**9, 0.0, "0", None, True),
+    "weight": (np.nan, np.inf, "1", None),
+    "frame": (None, "frame", 7, b"", b"\xff", [1, 2]),
+}
+COMPLAINTS = {
+    "client": (MessageError, r"it must be a whole number in 0\.\.2"),
+    "weight": (MessageError, "weight of client 1 is"),
+    "frame": (WireError, None),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
+def test_what_a_server_is_told(name, value):
     recipe, state, server = start()
     _, frame = client_step(recipe, state, np.ones(SIZE), broadcast(recipe, server))
-    with pytest.raises(MessageError, match=r"it must be a whole number in 0\.\.2"):
-        receive(recipe, server, client, frame)
+    error, complaint = COMPLAINTS[name]
+    with pytest.raises(error, match=complaint):
+        receive(recipe, server, **{"client": 1, "frame": frame, "weight": 1.0, name: value})
     assert server.num_clients == 3
-
-
-@pytest.mark.parametrize("weight", [np.nan, np.inf, "1", None])
-def test_weights(weight):
-    recipe, state, server = start()
-    _, frame = client_step(recipe, state, np.ones(SIZE), broadcast(recipe, server))
-    with pytest.raises(MessageError, match="weight of client 1 is"):
-        receive(recipe, server, 1, frame, weight)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +110,6 @@ def test_lengths_of_frames(length):
         aqg.decode(aqg.encode(aqg.Skip()), length)
 
 
-@pytest.mark.parametrize("frame", [None, "frame", 7, b"", b"\xff", [1, 2]])
-def test_what_is_no_frame(frame):
-    recipe, _, server = start()
-    with pytest.raises(WireError):
-        receive(recipe, server, 0, frame)
-
-
 def test_no_clients_and_no_parameters():
     for count in (0, -1, 2.0, None):
         with pytest.raises(ConfigError, match="num_clients is"):
@@ -138,16 +137,12 @@ def test_inputs_are_never_changed(name):
         gradient = rng.standard_normal(SIZE)
         gradient.flags.writeable = False
         news = broadcast(recipe, server)
-        before = {name: dict(fields) for name, fields in client.stages.items()}
-        saved = [value.copy() for fields in before.values() for value in fields.values()]
-        total = server.model.total.copy()
+        held = [to_arrays(client), to_arrays(server.model)]
+        saved = [{name: np.copy(value) for name, value in arrays.items()} for arrays in held]
         after, frame = client_step(recipe, client, gradient, news)
         after_server = receive(recipe, server, 0, frame)
-        for old, copy in zip(
-            (value for fields in before.values() for value in fields.values()), saved, strict=True
-        ):
-            assert np.array_equal(old, copy)
-        assert np.array_equal(server.model.total, total)
+        for arrays, copies in zip(held, saved, strict=True):
+            assert all(np.array_equal(arrays[name], copies[name]) for name in copies)
         client, server = after, finish_round(recipe, after_server, 0.1)
 
 

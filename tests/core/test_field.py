@@ -1,10 +1,15 @@
-"""Every compressor of the field against its paper's formula, written down again in plain NumPy."""
+"""Every compressor of the field against its paper's formula, written down again in plain NumPy.
+
+And what clients remember for them: any combination, in both engines, saved and restored.
+"""
+
+import dataclasses
 
 import numpy as np
 import pytest
 from scipy.linalg import hadamard as hadamard_matrix
 
-from aqg.core.downlink import Condensed, Full, resolve_downlink
+from aqg.core.downlink import Condensed
 from aqg.core.grids import nearest_power_of_two, round_up_to_bfloat16
 from aqg.core.messages import (
     HalfUpload,
@@ -19,7 +24,12 @@ from aqg.core.quantizers import choose_width, largest
 from aqg.core.recipes import make_recipe
 from aqg.core.round import init_client, respond
 from aqg.core.server import Step, broadcast, finish_round, init_server, publish_round, take_message
-from aqg.core.stages import level_factors
+from aqg.core.space import NumpySpace
+from aqg.core.stages import OwnMovement, RunningAverage, level_factors
+from aqg.sim.engine import FastSimulation
+from aqg.sim.training import Dropout, LocalTraining, Training
+
+from tests.problems import check_engines, crossed, tiny_problem
 
 SIZE = 400
 HALF = 2.0**-11
@@ -32,12 +42,18 @@ def gradients(rounds, seed=0, size=SIZE):
     return np.cumsum(0.3 * steps, axis=0) + np.linspace(1, 2, size)
 
 
-def play(spec, vectors, dtype=np.float64):
+def first_message(recipe, vector, number=1, **options):
+    """Return what a new client sends."""
+    state = init_client(recipe, len(vector), np.dtype("float64"))
+    return respond(recipe, state, vector, 0.0, (0, 0, number), **options)[1]
+
+
+def play(spec, vectors):
     """Feed vectors to one client; return its messages and states."""
     recipe = make_recipe(spec)
-    state = init_client(recipe, vectors.shape[1], np.dtype(dtype))
+    state = init_client(recipe, vectors.shape[1], np.dtype("float64"))
     messages, states = [], []
-    for k, vector in enumerate(vectors.astype(dtype), start=1):
+    for k, vector in enumerate(vectors, start=1):
         state, message = respond(recipe, state, vector, 0.0, (0, 0, k))
         messages.append(message)
         states.append(state)
@@ -206,11 +222,7 @@ def test_eden_is_unbiased_and_drive_has_the_smaller_error():
     means, errors = {}, {}
     for unbiased in (0, 1):
         recipe = make_recipe(f"eden:unbiased={unbiased}")
-        draws = []
-        for k in range(300):
-            state = init_client(recipe, 1024, np.dtype("float64"))
-            _, message = respond(recipe, state, vector, 0.0, (0, 0, k))
-            draws.append(message.values(np.float64))
+        draws = [first_message(recipe, vector, k).values(np.float64) for k in range(300)]
         squared = vector @ vector
         errors[unbiased] = np.mean([np.sum((draw - vector) ** 2) for draw in draws]) / squared
         means[unbiased] = np.sum((np.mean(draws, axis=0) - vector) ** 2) / squared
@@ -225,12 +237,8 @@ def test_fedpaq_is_qsgd_with_s_levels():
     vector = gradients(1, seed=10, size=60)[0]
     norm = np.linalg.norm(vector)
     recipe = make_recipe("fedpaq:levels=5")
-    draws = []
-    for k in range(4000):
-        state = init_client(recipe, 60, np.dtype("float64"))
-        _, message = respond(recipe, state, vector, 0.0, (0, 0, k))
-        draws.append(message.values(np.float64))
-    step = message.step
+    messages = [first_message(recipe, vector, k) for k in range(4000)]
+    draws, step = [message.values(np.float64) for message in messages], messages[0].step
     assert norm / 5 <= step <= norm / 5 * (1 + 1 / 127)
     for draw in draws[:50]:  # one of the two multiples next to the coordinate
         assert np.abs(draw - vector).max() < step
@@ -359,10 +367,6 @@ def test_qsgd_with_buckets_has_a_norm_for_each():
 
 def test_stc_both_keeps_the_same_share_on_the_way_down():
     recipe = make_recipe("stc-both:keep=0.02")
-    assert resolve_downlink("auto", recipe) == Condensed(keep=0.02)
-    assert resolve_downlink("condensed:keep=0.1", recipe) == Condensed(keep=0.1)
-    assert resolve_downlink("full", recipe) == Full()
-    assert resolve_downlink("auto", make_recipe("stc:keep=0.02")) == Condensed()
     step = Step(1.0, downlink=Condensed(keep=0.02))
     state = init_server(recipe, np.zeros(SIZE), 2, step)
     for client in range(2):
@@ -394,8 +398,74 @@ def test_dadaquant_gives_clients_levels_by_their_weights():
     assert level_factors(np.full(3, 1.0)) is None
     recipe, vector = make_recipe("dadaquant:q=8"), gradients(1)[0]
     for factor in (1.0, *factors):
-        state = init_client(recipe, SIZE, np.dtype("float64"))
-        _, message = respond(recipe, state, vector, 0.0, (0, 0, 1), 1.0, factor)
+        message = first_message(recipe, vector, loss=1.0, level_factor=factor)
         num_levels = round(8 * factor)
         assert message.step == pytest.approx(np.linalg.norm(vector) / num_levels, rel=1 / 127)
         assert message.width == num_levels.bit_length() + 1
+
+
+def after(*stages, name):
+    """Return a recipe with stages before its own."""
+    recipe = make_recipe(name)
+    return dataclasses.replace(recipe, stages=(*stages, *recipe.stages))
+
+
+COMBINATIONS = {
+    "stc of averages": after(RunningAverage(0.3), name="stc:keep=0.2"),
+    "lean by own movement": after(OwnMovement(), name="lean"),
+    "clag of averages": after(RunningAverage(0.5), name="clag:zeta=4"),
+    "momentum": make_recipe("ef21-m:keep=0.2:eta=0.5", max_staleness=5),
+    "schedule": make_recipe("dadaquant:phi=4:psi=0.5"),
+}
+TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
+
+
+@pytest.mark.parametrize(("name", "dtype"), crossed(list(COMBINATIONS), ["float32", "float64"]))
+def test_engines_agree_and_resume(name, dtype):
+    problem = tiny_problem(dtype, num_clients=5, unequal=True)
+    arguments = (problem, COMBINATIONS[name], 0.05, Dropout(0.2, seed=2), 3)
+    check_engines(*arguments, training=TRAINING, rounds=40)
+
+
+def test_only_what_a_recipe_needs_is_kept():
+    used = {
+        "topk": {"clients/stages/feedback/residual"},
+        "ef21": {"clients/track/position"},
+        "ef21-m": {"clients/track/position", "clients/stages/average/average"},
+        "clag": {"clients/track/position", "clients/stages/own_movement/last"},
+        "eden": set(),
+        "dadaquant": {"clients/stages/loss_schedule/notes"},
+        "auto": {"clients/track/position", "clients/stages/wider_tolerance/energy"},
+    }
+    for name, expected in used.items():
+        arrays = FastSimulation(tiny_problem(), make_recipe(name), 0.1).state().to_arrays()
+        kept = {key for key, array in arrays.items() if array.size}
+        slots = {key for key in kept if key.startswith("clients/stages/")}
+        assert slots | (kept & {"clients/track/position"}) == expected, name
+
+
+def test_a_running_average_starts_at_the_first_vector_and_refuses_what_no_grid_holds():
+    space = NumpySpace()
+    zeros, vector, huge = np.zeros(3), np.array([1.0, -2.0, 4.0]), np.array([0.0, 1e31, 0.0])
+    averages, vectors = np.stack([zeros, vector, vector]), np.stack([vector, zeros, huge])
+    blended = space.blend(averages, vectors, 0.25)
+    assert blended.tolist() == [vector.tolist(), [0.75, -1.5, 3.0], huge.tolist()]
+    rows, earlier = np.stack([vector, vector]), np.stack([zeros, np.ones(3)])
+    assert space.distances(rows, earlier).tolist() == [0.0, 18.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "torch:cpu"])
+def test_a_bad_gradient_leaves_the_average_alone(device):
+    if device != "cpu":
+        pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=3)
+    simulation = FastSimulation(problem, make_recipe("ef21-m"), 0.05, device=device)
+    simulation.run_round()
+    before = simulation.state()
+    parameters = before.model.parameters.copy()
+    parameters[0] = np.nan
+    simulation.restore(before._replace(model=before.model._replace(parameters=parameters)))
+    record = simulation.run_round(evaluate=False)
+    assert len(record.faults) == 3
+    average = simulation.state().clients.stages["average"]["average"]
+    assert np.array_equal(average, before.clients.stages["average"]["average"])

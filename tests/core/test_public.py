@@ -115,13 +115,19 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
         ("gd", Full()),
         ("auto", Condensed(ratio=0.5)),
         ("qsgd", Condensed()),
+        ("stc:keep=0.02", Condensed()),
         ("stc-both:keep=0.2", Condensed(keep=0.2)),
         ("lean", Condensed()),
     ],
 )
 def test_the_default_is_the_recipes_own(recipe, expected):
     assert resolve_downlink("auto", make_recipe(recipe)) == expected
-    assert resolve_downlink("exact", make_recipe(recipe)) == Exact()
+    for spec, named in (
+        ("exact", Exact()),
+        ("full", Full()),
+        ("condensed:keep=1", Condensed(keep=1)),
+    ):
+        assert resolve_downlink(spec, make_recipe(recipe)) == named
 
 
 @pytest.mark.parametrize("shared", [0, 100, 200])

@@ -14,7 +14,7 @@ from aqg.errors import ConfigError
 from aqg.objectives.base import Objective
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.sim.engine import FastSimulation
-from aqg.sim.late import Late, Outages, Speeds, make_late
+from aqg.sim.late import Late, Outages, Speeds
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
@@ -132,12 +132,6 @@ def test_statistics_that_the_server_averages_come_with_the_round():
     for kind in (FastSimulation, ReferenceSimulation):
         with pytest.raises(ConfigError, match="buffer_size is 2 with a module whose running"):
             kind(problem, make_recipe("auto"), 0.05, training=training)
-
-
-def test_nothing_said_is_nothing_simulated():
-    assert make_late(None, None, None, 0.0) is None
-    record = run(simulate(FastSimulation, "auto", None), 1)[0]
-    assert record.simulated_seconds is None
 
 
 def test_the_command_shows_time_and_bytes(tmp_path, capsys):

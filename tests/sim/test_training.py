@@ -31,16 +31,6 @@ def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **op
     return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
 
 
-@pytest.mark.parametrize("feature", ["minibatch", "sampling"])
-def test_the_seed_matters_where_there_is_chance(feature):
-    first = simulate(FastSimulation, "gd", SETTINGS[feature].training, seed=1)
-    second = simulate(FastSimulation, "gd", SETTINGS[feature].training, seed=2)
-    for _ in range(3):
-        first.run_round()
-        second.run_round()
-    assert not np.array_equal(first.parameters, second.parameters)
-
-
 @pytest.mark.parametrize("name", SOME_RECIPES)
 def test_one_full_step_is_the_plain_gradient(name):
     if name == "auto":
@@ -198,14 +188,6 @@ def test_exactly_the_fraction_is_asked(fraction, expected):
         seen += present
     assert seen.min() > 0  # everyone has a turn
     assert seen.sum() == 60 * expected
-
-
-def test_sampling_comes_on_top_of_dropouts():
-    dropout = Dropout(0.5, seed=1)
-    simulation = simulate(FastSimulation, "gd", Training(participation=0.5), dropout=dropout)
-    counts = [simulation.run_round().num_uploads for _ in range(40)]
-    assert max(counts) <= 3
-    assert min(counts) < 3
 
 
 def test_without_memory_the_sampled_sum_estimates_the_full_one():
