@@ -31,23 +31,22 @@ from aqg.wire.entry import (
 
 from tests.wire.logs import sealed
 
-LENGTH = 64
-SPACE = NumpySpace()
+FEW = 64
 RECIPE = make_recipe("qsgd")
 STEP = Step(1.0, downlink=Condensed(keep=0.25))
 
 
-def upload(rng, step):
-    return Upload(rng.integers(0, 15, LENGTH).astype(np.uint8), step, 4, Grid.MIDTREAD)
+def drawn(rng, step):
+    return Upload(rng.integers(0, 15, FEW).astype(np.uint8), step, 4, Grid.MIDTREAD)
 
 
-def play(start, steps, seed=0):
+def played(start, steps, seed=0):
     """Publish rounds in which uploads have these steps; return what clients held, and entries."""
     state = init_server(RECIPE, start, 1, STEP)
     public, rng = init_public(RECIPE, start), np.random.default_rng(seed)
-    held, entries, total = [public], [], np.zeros(LENGTH)
+    held, entries, total = [public], [], np.zeros(FEW)
     for size in steps:
-        message = upload(rng, size)
+        message = drawn(rng, size)
         total += message.values(np.float64)
         state, entry = publish_round(RECIPE, take_message(RECIPE, state, 0, message), STEP)
         public = advance(public, entry, RECIPE.movement)
@@ -67,8 +66,8 @@ powers = st.integers(-30, 8).map(lambda k: 2.0**k)
 @given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
 def test_positions_are_multiples_of_a_quantum(steps, dtype, radius):
     """However long steps are, and however far they lead: a coarser quantum answers overflow."""
-    start = (radius * np.random.default_rng(1).normal(size=LENGTH)).astype(dtype)
-    held, entries = play(start, steps)
+    start = (radius * np.random.default_rng(1).normal(size=FEW)).astype(dtype)
+    held, entries = played(start, steps)
     for before, public, entry in zip(held[:-1], held[1:], entries, strict=True):
         if not public.quantum:
             continue
@@ -89,8 +88,8 @@ def test_positions_are_multiples_of_a_quantum(steps, dtype, radius):
 
 
 def test_overflow_makes_the_quantum_coarser():
-    start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
-    held, entries = play(start, [2.0**-9] * 3 + [2.0**3] * 4)
+    start = np.linspace(-1, 1, FEW, dtype=np.float32)
+    held, entries = played(start, [2.0**-9] * 3 + [2.0**3] * 4)
     quanta = [entry.quantum for entry in entries]
     assert quanta[0] == 2.0**-22
     assert held[-1].quantum > quanta[0]
@@ -100,8 +99,8 @@ def test_overflow_makes_the_quantum_coarser():
 
 def test_steps_below_the_quantum_wait():
     """What is less than half a quantum is said when there is more of it."""
-    start = np.full(LENGTH, 2.0**12, np.float32)
-    _, entries = play(start, [2.0**-14] * 40)
+    start = np.full(FEW, 2.0**12, np.float32)
+    _, entries = played(start, [2.0**-14] * 40)
     said = [entry for entry in entries if entry.position is not None]
     assert 0 < len(said) < len(entries)
 
@@ -145,8 +144,8 @@ def same(one, other):
 @given(st.lists(powers, min_size=2, max_size=12), st.sampled_from(["float32", "float64"]), powers)
 def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius):
     """From wherever a client left off; not across a round that names another quantum."""
-    start = (radius * np.random.default_rng(2).normal(size=LENGTH)).astype(dtype)
-    held, entries = play(start, steps)
+    start = (radius * np.random.default_rng(2).normal(size=FEW)).astype(dtype)
+    held, entries = played(start, steps)
     entries.append(Entry(held[-1].round, is_step=False))
     held.append(advance(held[-1], entries[-1], RECIPE.movement))
     data = written(held, entries)
@@ -167,8 +166,8 @@ def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius):
 
 def test_a_client_gets_what_is_shorter():
     """Many entries of the same coordinates make a sum that is shorter than they are."""
-    start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
-    held, entries = play(start, [2.0**-6] * 20)
+    start = np.linspace(-1, 1, FEW, dtype=np.float32)
+    held, entries = played(start, [2.0**-6] * 20)
     data, log = written(held, entries), ModelLog(merges=True)
     for entry in data:
         log.append(entry)
@@ -186,8 +185,8 @@ def never():
 
 @pytest.mark.parametrize("cut", range(0, 50, 5))
 def test_damaged_merged_entries_are_refused(cut):
-    start = np.linspace(-1, 1, LENGTH, dtype=np.float32)
-    held, entries = play(start, [2.0**-6] * 6)
+    start = np.linspace(-1, 1, FEW, dtype=np.float32)
+    held, entries = played(start, [2.0**-6] * 6)
     frame = merged(held, written(held, entries), 0)
     with pytest.raises(WireError):
         follow_log(frame[:cut], held[0], RECIPE.movement)
@@ -219,8 +218,8 @@ def test_the_linear_digest_is_what_plain_integers_make(numbers, first):
 @given(st.lists(powers, min_size=1, max_size=12), st.sampled_from(["float32", "float64"]), powers)
 def test_marks_follow_entries(steps, dtype, radius):
     """What an entry makes of the mark is that of all coordinates; any other bit has another one."""
-    start = (radius * np.random.default_rng(4).normal(size=LENGTH)).astype(dtype)
-    held, entries = play(start, steps)
+    start = (radius * np.random.default_rng(4).normal(size=FEW)).astype(dtype)
+    held, entries = played(start, steps)
     data = written(held, entries)
     for public in held[1:]:
         assert (public.mark is None) == (not public.quantum)
@@ -243,10 +242,10 @@ def test_no_order_of_sums_parts_two_copies(seed, dtype, num_batches):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)
     steps = 2.0 ** rng.integers(-18, -2, 12)
-    parts = [upload(rng, float(step)) for step in steps]
+    parts = [drawn(rng, float(step)) for step in steps]
     quantum = choose_quantum(16.0, 1.0, np.dtype(dtype))
-    start = snap(rng.normal(size=LENGTH).astype(dtype), quantum)
-    track = init_track(LENGTH, np.dtype(dtype))._replace(position=start[None])
+    start = snap(rng.normal(size=FEW).astype(dtype), quantum)
+    track = init_track(FEW, np.dtype(dtype))._replace(position=start[None])
     one, shuffled = track, track
     for part in parts:
         one = follow(one, part)
@@ -254,7 +253,7 @@ def test_no_order_of_sums_parts_two_copies(seed, dtype, num_batches):
         shuffled = follow(shuffled, parts[place])
     batches = start
     for batch in np.array_split(rng.permutation(len(parts)), num_batches):
-        total = sum((parts[place].values(np.float64) for place in batch), np.zeros(LENGTH))
+        total = sum((parts[place].values(np.float64) for place in batch), np.zeros(FEW))
         batches = batches + total.astype(dtype)
     there = torch.from_numpy(start.copy())
     for part in reversed(parts):
