@@ -106,11 +106,9 @@ def test_clients_keep_nothing():
     client = init_client(auto, 50, "float64")
     for number in range(1, 6):
         update = np.random.default_rng(number).standard_normal(50)
-        client, old = respond(auto, client, update, 1.0, (0, 2, number), noise=2.0)
-        _, new = respond(
-            auto, init_client(auto, 50, "float64"), update, 7.0, (0, 2, number), noise=2.0
-        )
-        assert encode(new) == encode(old)
+        options, other = {"key": (0, 2, number), "noise": 2.0}, init_client(auto, 50, "float64")
+        client, old = respond(auto, client, update, 1.0, **options)
+        assert encode(respond(auto, other, update, 7.0, **options)[1]) == encode(old)
 
 
 @pytest.mark.parametrize("engine", [FastSimulation, ReferenceSimulation])
@@ -176,19 +174,14 @@ def test_a_budget_is_always_a_number(rounds, nu):
 
 def test_the_server_finds_the_budget_of_the_true_updates():
     """In training, from rounded uploads, as close as a mean over a few rounds is."""
-    problem = tiny_problem(num_clients=8, unequal=True)
+    problem, recipe = tiny_problem(num_clients=8, unequal=True), make_recipe("auto:share=0")
     local = LocalTraining(batch_size=8, steps=4, rate=0.05)
-    simulation = FastSimulation(
-        problem, make_recipe("auto:share=0"), 0.02, seed=1, training=Training(local=local)
-    )
+    simulation = FastSimulation(problem, recipe, 0.02, seed=1, training=Training(local=local))
     found, true, budget = [], [], Budget()
     for number in range(1, 61):
-        updates = np.array(
-            [
-                local.update(problem.objective, simulation.parameters, *samples, (1, m, number))[1]
-                for m, samples in enumerate(problem.clients)
-            ]
-        )
+        start = problem.objective, simulation.parameters
+        clients = enumerate(problem.clients)
+        updates = np.array([local.update(*start, *c, (1, m, number))[1] for m, c in clients])
         exact = budget._replace(noise=0.0)  # nothing is added to these
         budget = exact.after(1.0, np.sum(updates.sum(axis=0) ** 2), np.sum(updates**2), most=8)
         simulation.run_round(evaluate=False)

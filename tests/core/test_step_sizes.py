@@ -100,9 +100,8 @@ def test_any_natural_step_is_trained_with(natural):
 def test_a_surge_moves_the_model_no_farther_than_twice_the_usual_energy():
     """It counts as it is in what steps are divided by, so that the next ones are shorter."""
     rule = DistanceOverGradients(average=0.0)
-    usual, surge = np.full(4, 0.5), np.full(4, 50.0)
-    space, model = NumpySpace(in_place=False), np.full(4, 10.0)
-    state = rule.init(model)
+    usual, surge, model = np.full(4, 0.5), np.full(4, 50.0), np.full(4, 10.0)
+    space, state = NumpySpace(in_place=False), rule.init(model)
     for _ in range(8):
         state, size = rule.next(space, state, model, usual, 1.0)
     after, short = rule.next(space, state, model, surge, 1.0)
@@ -127,9 +126,7 @@ def test_values_beyond_all_numbers_leave_the_state_finite():
     with np.errstate(over="ignore", invalid="ignore"):
         for length in (1.0, 1e200, math.nan, math.inf, 1e-200, 1.0):
             state, step_size = rule.next(SPACE, state, zeros, zeros + length, 0.1)
-            assert state is not None
-            assert math.isfinite(state.reach)
-            assert math.isfinite(state.energy)
+            assert math.isfinite(state.reach + state.energy)
             assert fits_bfloat16(step_size)
         state, step_size = rule.next(SPACE, state, zeros + math.nan, zeros + 1, 0.1)
     assert math.isfinite(state.reach)
@@ -152,14 +149,12 @@ def test_the_mean_is_that_of_the_last_ninth_of_the_models():
             plain, _ = publish_round(recipe, plain, without)
             models.append(state.parameters)
             assert np.array_equal(state.parameters, plain.parameters)
-        expected = models[-1]
-        if gamma:
-            expected = models[0]
-            for count, model in enumerate(models[1:], start=2):
-                weight = (gamma + 1) / (gamma + count)
-                expected = (1 - weight) * expected + weight * model
-            assert not np.allclose(state.averaged, state.parameters)
+        expected = models[0]
+        for count, model in enumerate(models[1:], start=2):
+            weight = (gamma + 1) / (gamma + count) if gamma else 1
+            expected = (1 - weight) * expected + weight * model
         assert np.allclose(state.averaged, expected, rtol=1e-12)
+        assert np.allclose(state.averaged, state.parameters) == (gamma == 0)
         arrays = to_arrays(state.model)
         assert np.array_equal(from_arrays(Model, arrays).averaged, state.averaged)
 
