@@ -45,9 +45,8 @@ def run(simulation, rounds=15):
 @pytest.mark.parametrize("name", ["auto", "fedavg", "qsgd", "onebit", "stc"])
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 def test_engine_equals_the_reference_bit_for_bit(name, participation):
-    late = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01)
-    recipe = make_recipe(name)
-    downlink = make_downlink("condensed") if name != "fedavg" else make_downlink("full")
+    late, recipe = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01), make_recipe(name)
+    downlink = make_downlink("full" if name == "fedavg" else "condensed")
     training = Training(LOCAL, participation=participation, downlink=downlink, late=late)
     problem = tiny_problem(num_clients=NUM_CLIENTS, unequal=True)
     arguments = (problem, recipe, 0.05, Dropout(0.1, seed=8), 4)
@@ -144,8 +143,6 @@ def test_the_command_shows_time_and_bytes(tmp_path, capsys):
     lines = (out / "auto" / "rounds.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["simulated_seconds"] for line in lines]
     assert seconds == sorted(seconds)
-    summary = json.loads((out / "auto" / "summary.json").read_text())
-    assert summary["simulated_seconds"] == seconds[-1]
     assert run_app(["run", "--resume", str(out), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["runs"][0]
     assert again["simulated_seconds"] == seconds[-1]
