@@ -19,9 +19,9 @@ import shutil
 import statistics
 import sys
 import tomllib
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc import locate
 from typing import NamedTuple
 
 import click
@@ -426,17 +426,9 @@ def test_prose_can_be_read(page):
 
 
 def is_there(name):
-    """Tell whether a dotted name is a module or something in one."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part, None) or getattr(found, "__annotations__", {}).get(part)
-        return found is not None
-    return False
+    """Tell whether a dotted name is a module, something in one, or a field of a class."""
+    owner, _, field = name.rpartition(".")
+    return locate(name) is not None or field in getattr(locate(owner), "__annotations__", {})
 
 
 def test_the_equations_are_where_the_page_says():
