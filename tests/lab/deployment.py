@@ -8,9 +8,7 @@ import contextlib
 import itertools
 import json
 import socket
-import ssl
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +27,7 @@ HOST = "127.0.0.1"
 _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
-_COMMAND_SECONDS = 60.0
+_COMMAND_SECONDS = _START_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second of CPU
 
 ConfigValue = bool | int | float | str
@@ -151,7 +149,7 @@ class Deployment(contextlib.AbstractContextManager):
                 arguments += [f"--ssl-{name}file", str(file)]
             arguments += ["--enable-supernode-auth"]
         self.processes.start(_LINK, self._isolated(arguments))
-        self._wait_until_healthy()
+        self._wait_for(_LINK, self._is_listening)
         if self._worker:
             self._start_link_worker()
 
@@ -204,19 +202,10 @@ class Deployment(contextlib.AbstractContextManager):
             arguments += ["--auth-supernode-private-key", str(plan.key)]
         return self._isolated(arguments)
 
-    def wait_for_node(self, node, seconds=60.0):
+    def wait_for_node(self, node):
         """Wait until the SuperLink has let a node in."""
-        name = node_name(node)
-
-        def has_failed():
-            return not self._restart and not self.processes.is_running(name)
-
-        def is_settled():
-            return "SuperNode ID:" in self.processes.read_log(name) or has_failed()
-
-        self.processes.wait_for(is_settled, seconds, f"{name} to be let in")
-        if has_failed():
-            raise RunError(f"{name} was not let in; see {self.processes.log_of(name)}")
+        name, read = node_name(node), self.processes.read_log
+        self._wait_for(name, lambda: "SuperNode ID:" in read(name), may_end=self._restart)
 
     def kill_node(self, node):
         """Kill all processes of a node, as a power failure would."""
@@ -300,22 +289,20 @@ class Deployment(contextlib.AbstractContextManager):
         arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}", *roots]
         self.processes.start(name, arguments, restart=restart)
 
-    def _wait_until_healthy(self):
-        handlers, scheme = [urllib.request.ProxyHandler({})], "http"
-        if self.certificates is not None:
-            context = ssl.create_default_context(cafile=str(self.certificates.authority))
-            handlers, scheme = [*handlers, urllib.request.HTTPSHandler(context=context)], "https"
-        opener = urllib.request.build_opener(*handlers)
+    def _is_listening(self):
+        with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), 1):
+            return True
+        return False
 
-        def answers():
-            with contextlib.suppress(OSError):
-                opener.open(f"{scheme}://{HOST}:{self.port}/health", timeout=1).close()
-                return True
-            return not self.processes.is_running(_LINK)
+    def _wait_for(self, name, is_ready, may_end=False):
+        """Wait until a process is ready; raise where it has ended and is not started again."""
 
-        self.processes.wait_for(answers, 60, "the SuperLink to answer")
-        if not self.processes.is_running(_LINK):
-            raise RunError(f"the SuperLink did not start; see {self.processes.log_of(_LINK)}")
+        def has_failed():
+            return not may_end and not self.processes.is_running(name)
+
+        self.processes.wait_for(lambda: is_ready() or has_failed(), _START_SECONDS, name)
+        if has_failed():
+            raise RunError(f"{name} has ended; see {self.processes.log_of(name)}")
 
     def _write_connection(self):
         files, security = self.certificates, "insecure = true"
