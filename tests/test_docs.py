@@ -1,46 +1,74 @@
-"""Every block in the documents is run, read or checked, and every link leads somewhere.
+"""What documents say: commands and code run, links lead somewhere, facts and numbers are right.
 
 Python sessions are doctests, run by pytest itself. Here: shell blocks are run in a temporary
 directory, with few rounds; every ``aqg`` command in any page must be one that the command line
-takes; TOML must be readable as what it is; plain Python must run.
+takes; TOML must be readable as what it is; plain Python must run. Then: what README, pages,
+results and code state more than once agrees, and tables are those of the stored runs.
 
 Comments steer this: ``<!-- file: NAME -->`` before a block puts it into the directory under that
 name, and ``<!-- not run: why -->`` leaves a block unrun.
 """
 
-from __future__ import annotations
-
 import ast
+import csv
 import os
 import re
 import runpy
 import shlex
 import shutil
+import statistics
+import sys
 import tomllib
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from pydoc import locate
+from typing import NamedTuple
 
 import click
 import pytest
 import typer
 
+import aqg
 from aqg.cli.app import app, run_app
+from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
+from aqg.core.recipes import RECIPES
+from aqg.core.step_sizes import DistanceOverGradients
+from aqg.errors import DataError
 from aqg.runs.config import SETTINGS, resolve
+from aqg.runs.files import Records
+from aqg.runs.setup import build_problem
+from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
+from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
+from aqg.studies.contest.tasks import TASKS
 from aqg.studies.sweep import expand
 
+from tests.problems import soak
+from tests.studies.contest.test_plan import averaging, cells_of, outcome
+from tests.studies.contest.trials import run_trial
+
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import readme  # noqa: E402
+import reference  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ALL_MARKDOWN = sorted(
-    path
-    for path in (
-        *ROOT.glob("*.md"),
-        *(
-            p
-            for d in ("docs", "examples", "results", "benchmarks")
-            for p in (ROOT / d).rglob("*.md")
-        ),
-    )
-)
+FOLDERS = ("docs", "examples", "results", "benchmarks")
+ALL_MARKDOWN = [*ROOT.glob("*.md"), *(p for d in FOLDERS for p in (ROOT / d).rglob("*.md"))]
+GLOSSARY = ROOT / "docs/reference/glossary.md"
+GENERATED = (reference.CLI_PAGE, reference.CONFIG_PAGE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+TEXTS = {page: page.read_text(encoding="utf-8") for page in {*PAGES, *ALL_MARKDOWN}}
+PROSE = {page: _FENCED.sub("", text) for page, text in TEXTS.items()}
+README = TEXTS[ROOT / "README.md"]
+DEFAULTS = [config.recipe for config in resolve({})]
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 ROUNDS = "3"
 _SHELLS = ("sh", "console", "bash", "shell")
 _BLOCK = re.compile(
@@ -51,12 +79,7 @@ _BLOCK = re.compile(
 _DATED = re.compile(r"\S*/[a-z]+-\d{8}-\d{6}")
 
 
-def name_of(page):
-    return page.relative_to(ROOT).as_posix()
-
-
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block and the comment before it."""
 
     kind: str
@@ -66,14 +89,9 @@ class Block:
 
 
 def blocks(page):
-    for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
-        is_file = match["word"] == "file"
-        yield Block(
-            match["kind"],
-            match["body"],
-            match["text"].strip() if is_file else None,
-            match["word"] != "not run",
-        )
+    for match in _BLOCK.finditer(TEXTS[page]):
+        file = match["text"].strip() if match["word"] == "file" else None
+        yield Block(match["kind"], match["body"], file, match["word"] != "not run")
 
 
 def commands(block):
@@ -83,31 +101,25 @@ def commands(block):
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def arguments_of(line):
-    return shlex.split(line, comments=True)[1:]
+def pages_with_code():
+    """Give the pages of which something is run; most of them are for a soak."""
+    for page in PAGES:
+        if any(block.is_run and block.kind in (*_SHELLS, "python") for block in blocks(page)):
+            yield page if page.name in ("README.md", "own-model.md") else soak(page)
 
 
-def has_runnable_blocks(page):
-    return any(block.is_run and block.kind in (*_SHELLS, "python") for block in blocks(page))
-
-
-RUN_PAGES = [page for page in PAGES if has_runnable_blocks(page)]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_command_is_one_that_there_is(page):
     root = typer.main.get_command(app)
     for block in blocks(page):
         if block.kind not in _SHELLS:
             unmarked = [line for line in commands(block) if line.startswith(("aqg ", "python -m "))]
-            assert block.kind or not unmarked, (
-                f"{name_of(page)}: {unmarked} in a block without `sh`"
-            )
+            assert block.kind or not unmarked, "these are in a block without `sh`"
             continue
         for line in commands(block):
             if not line.startswith("aqg "):
                 continue
-            command, arguments = root, arguments_of(line)
+            command, arguments = root, shlex.split(line, comments=True)[1:]
             context = click.Context(root)
             while isinstance(command, click.Group):
                 assert arguments, line
@@ -118,16 +130,7 @@ def test_every_command_is_one_that_there_is(page):
             command.make_context("aqg", arguments, resilient_parsing=False)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        page
-        if page.name in ("README.md", "own-model.md")
-        else pytest.param(page, marks=pytest.mark.soak)
-        for page in RUN_PAGES
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("page", [*pages_with_code()], ids=name_of)
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -179,7 +182,7 @@ def shortened(arguments):
     return arguments
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_blocks_can_be_read(page):
     for block in blocks(page):
         if block.kind == "python" and ">>>" not in block.body:
@@ -193,14 +196,10 @@ def test_blocks_can_be_read(page):
             resolve(document)
 
 
-_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
-_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-
-
 def anchors(text):
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     found = []
-    for heading in re.findall(r"^#+ (.*)$", _FENCED.sub("", text), re.MULTILINE):
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         found.append(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
     return found
@@ -208,21 +207,359 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", ALL_MARKDOWN, ids=name_of)
 def test_links_lead_somewhere(page):
-    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
-    for target in _LINK.findall(text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PROSE[page]):
         if "://" in target or target.startswith("mailto:"):
             continue
         path, _, anchor = target.partition("#")
         file = Path(os.path.normpath(page.parent / path)) if path else page
-        assert file.exists(), f"{name_of(page)}: {target} does not exist"
+        assert file.exists(), target
         if anchor and file.suffix == ".md":
-            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{name_of(page)}: {target}"
+            assert anchor in anchors(PROSE[file]), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_files_are_named_for_the_reader(page):
     """The comment that names a file is not shown; the text before the block must name it, too."""
-    text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"<!-- file: (\S+) -->", text):
-        before = text[max(0, match.start() - 400) : match.start()]
-        assert f"`{match[1]}`" in before, f"{name_of(page)}: {match[1]}"
+    for match in re.finditer(r"<!-- file: (\S+) -->", TEXTS[page]):
+        before = TEXTS[page][max(0, match.start() - 400) : match.start()]
+        assert f"`{match[1]}`" in before
+
+
+def test_the_reference_of_commands_and_settings_is_that_of_the_code():
+    """Write both anew with ``python tools/reference.py``."""
+    assert reference.CLI_PAGE.read_text(encoding="utf-8") == reference.cli_page()
+    assert reference.CONFIG_PAGE.read_text(encoding="utf-8") == reference.config_page()
+
+
+def test_what_aqg_run_trains_is_what_pages_say():
+    spoken = f"{', '.join(DEFAULTS[:-1])} and {DEFAULTS[-1]}"
+    assert f"trains {spoken} on real digits" in README
+    assert f"train {spoken} on digits" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    tutorial = TEXTS[ROOT / "docs/tutorials/first-run.md"]
+    table = tutorial[tutorial.index("| recipe | what a client sends |") :].split("\n\n")[0]
+    assert re.findall(r"^\| `([a-z0-9-]+)`", table, re.MULTILINE) == DEFAULTS
+    assert re.findall(r"^ ([a-z0-9-]+) +\d\.\d{6}", README, re.MULTILINE) == DEFAULTS
+
+
+_SIZE = {"B": 1, "kB": 1e3, "MB": 1e6}
+
+
+def printed_rows(text):
+    """Return loss, uploads and bytes up and down of each recipe in what ``aqg run`` prints."""
+    row = r"^ ([a-z0-9-]+) +(\d\.\d{6}) .*? ([\d,]+) +[\d,]+ +([\d.]+) (k?M?B) +([\d.]+) (k?M?B) "
+    return {
+        name: (float(loss), int(num.replace(",", "")), float(up) * _SIZE[u], float(down) * _SIZE[d])
+        for name, loss, num, up, u, down, d in re.findall(row, text, re.MULTILINE)
+    }
+
+
+@pytest.mark.soak
+def test_the_readme_shows_what_aqg_run_prints(tmp_path, capsys):
+    assert run_app(["run", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    ours, theirs = printed_rows(printed), printed_rows(README)
+    assert list(ours) == list(theirs) == DEFAULTS
+    for name, values in theirs.items():
+        assert ours[name] == pytest.approx(values, rel=0.05), name  # machines round differently
+    sentence = (
+        r"500 rounds: test acc ([\d.]+)% \(gd: ([\d.]+)%\); (\d+) times fewer bytes up, (\d+)"
+    )
+    (mine,), (said,) = re.findall(sentence, printed), re.findall(sentence, README)
+    assert [float(x) for x in mine] == pytest.approx([float(x) for x in said], rel=0.05)
+
+
+def test_one_recipe_is_called_the_default():
+    called = {
+        (name_of(page), name)
+        for page in PAGES
+        for name in re.findall(r"`([a-z0-9-]+)`(?:,? \(?(?:is )?the default\b)(?! of)", TEXTS[page])
+    }
+    assert called, "no page says which recipe is the default"
+    assert {name for _, name in called} == {DEFAULTS[0]}, called
+
+
+def test_every_recipe_has_its_formula_and_every_name_is_a_recipe():
+    text = TEXTS[ROOT / "docs/reference/recipes.md"]
+    for name in RECIPES:
+        assert re.search(rf"^\| [^|]*`{name}`", text, re.MULTILINE), name
+    rows = re.findall(r"^\| ((?:`[a-z0-9-]+`(?:, | ‡)?)+)(?:, [a-z ]+)? *\|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row)}
+    assert named == set(RECIPES)
+
+
+OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address"}
+"""Options of Flower's commands that pages name by themselves."""
+
+
+def test_the_numbers_of_the_default_are_those_of_the_code():
+    page = TEXTS[ROOT / "docs/explanation/default-recipe.md"]
+    told = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
+    for text in (f"ν = {NOISE:g}", f"{FIRST:g}", f"{LONGEST_FIRST:g}", f"γ = {AVERAGE:g}"):
+        assert text in told, text
+    assert RATIO == 0.5
+    assert "half as many as a mean upload" in page
+
+
+def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
+    text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
+    rule = DistanceOverGradients()
+    assert f"the first step has at most {rule.widest:g} times the length" in text
+    assert f"`γ = {rule.average:g}`" in text
+    assert rule.first == 0.2
+    assert "here a fifth of it" in text
+
+
+def options(command):
+    found = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    if isinstance(command, click.Group):
+        for part in command.commands.values():
+            found |= options(part)
+    return found | {"--help"}
+
+
+@each_page
+def test_options_scripts_and_modules_in_text_exist(page):
+    scripts = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    known = options(typer.main.get_command(app))
+    for code in re.findall(r"`([^`\n]+)`", PROSE[page]):
+        if code.startswith(("flower-", "flwr ", "ray ", "pip ", "ssh-")):
+            continue  # options of other tools
+        for option in re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", code):
+            assert option in known | OF_FLOWER or f'"{option}"' in scripts
+    script = r"python (?:-m (aqg[\w.]*)|((?:benchmarks|tools|examples)/\S+\.py))"
+    for module, file in re.findall(script, TEXTS[page]):
+        assert (ROOT / file).is_file() if file else find_spec(module) is not None
+
+
+_NUMBER = re.compile(r"^[*~<>]*[\d][\d,.]*(?:[eE][-−+]?\d+)?\s*(?:%|×|[kMG]?B|s|ms|kB/s)?\b")
+_SOURCE = re.compile(
+    r"python (?:-m aqg|benchmarks/|tools/)|aqg (?:run|compare|reproduce|sweep|theory)|results/"
+)
+
+
+def tables_of_numbers(text):
+    """Yield the section of each table in which most cells after the first are numbers."""
+    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+            rows = [line.strip().strip("|").split("|") for line in table.splitlines()[2:]]
+            cells = [cell.strip(" *`") for row in rows for cell in row[1:]]
+            filled = [cell for cell in cells if cell]
+            if len(filled) >= 4 and sum(bool(_NUMBER.match(c)) for c in filled) > len(filled) / 2:
+                yield section
+
+
+@each_page
+def test_tables_of_numbers_name_where_they_come_from(page):
+    if page in GENERATED or page.name == "frame-format.md":  # bytes of the format, not measured
+        return
+    for section in tables_of_numbers(PROSE[page]):
+        heading = section.splitlines()[0]
+        source = section if _SOURCE.search(section) else TEXTS[page][: TEXTS[page].find("\n## ")]
+        assert _SOURCE.search(source), f"{heading!r} names no command"
+
+
+def test_a_table_of_numbers_is_known_as_one():
+    table = "## A\n\n| a | b | c |\n|---|---|---|\n| x | 1.5 MB | 3× |\n| y | 2 | 4 % |\n"
+    assert list(tables_of_numbers(table)) == [table]
+    assert not list(
+        tables_of_numbers("## A\n\n| a | b |\n|---|---|\n| x | words |\n| y | more |\n")
+    )
+
+
+def test_versions_agree():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (?:\[)?([^\]\s]+)", changelog, re.MULTILINE)
+    assert headings[0] in (aqg.__version__, "Unreleased")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" in project["dynamic"]
+
+
+def test_the_comparison_says_what_its_data_say():
+    with (ROOT / "results/compare/results.csv").open(newline="") as file:
+        cells = [
+            row | {"ratio": float(row["ratio"]) if row["ratio"] else None}
+            for row in csv.DictReader(file)
+        ]
+    page = " ".join(TEXTS[ROOT / "docs/explanation/comparison.md"].split())
+    tasks, recipes = {c["task"] for c in cells}, {c["recipe"] for c in cells}
+    assert f"{len(recipes)} recipes on {len(tasks)} tasks" in page
+    ratios = {c["task"]: c["ratio"] for c in cells if c["recipe"] == "auto"}
+    close = [task for task, ratio in ratios.items() if ratio <= 1.1]
+    assert f"within a tenth of it on {len(close)} of {len(tasks)} tasks" in page
+    for task, ratio in ratios.items():
+        if task not in close:
+            assert re.search(rf"`{task}` \({ratio:.2f}", page), (task, ratio)
+    exact = {c["task"] for c in cells if re.match("digits-soft|logistic|softmax|mlp", c["task"])}
+    lazy = {"lag", "laq", "aqg", "aqg-2", "aqg-augmented", "lean", "auto", "clag", "aquila"}
+    best = []
+    for task in tasks:
+        found = {c["recipe"]: c["ratio"] for c in cells if c["task"] == task and c["ratio"]}
+        winner = min(found, key=found.__getitem__)
+        if task in exact:
+            assert winner in ("auto", "lean")
+            best.append(min(ratio for recipe, ratio in found.items() if recipe not in lazy))
+        else:
+            assert winner in ("auto", "stc", "qsgd", "fedpaq", "dadaquant")
+    assert f"needs {min(best):.1f} to {max(best):.1f} times as many bytes" in page
+
+
+PRIVATE = re.compile(
+    r"(?<![a-z])(trickl\w*|ow(?:es|ed|ing)|debts?|calm|knobs?|shouts?|dear(?:er|est)?|silent"
+    r"|hear(?:s|d|ing)?|spoken?|speakers?)(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+@each_page
+def test_prose_can_be_read(page):
+    without_code = re.sub(r"`[^`\n]*`", "", PROSE[page])
+    assert not re.findall(r"\b(?:TODO|TBD|FIXME|XXX)\b|\| [A-Z]{4,} \|", without_code)
+    for line in PROSE[page].splitlines():  # GitHub and the site read a bar in code differently
+        codes = re.findall(r"`([^`]*)`", line) if line.startswith("|") else []
+        assert not [code for code in codes if "|" in code], line
+    if page in GENERATED:
+        return
+    text = re.sub(r"<!-- (?:table|text): .*?<!-- end -->", "", PROSE[page], flags=re.DOTALL)
+    assert not [line for line in text.splitlines() if len(line) > 160], "rows fit on a screen"
+    if page != GLOSSARY:
+        assert not PRIVATE.findall(without_code), "docs/reference/glossary.md has the words to use"
+
+
+def test_code_uses_the_words_of_the_field():
+    found = {
+        (str(file), word)
+        for file in sorted((ROOT / "src").rglob("*.py"))
+        for word in PRIVATE.findall(file.read_text(encoding="utf-8"))
+    }
+    assert not found, "docs/reference/glossary.md has the words to use"
+
+
+def is_there(name):
+    """Tell whether a dotted name is a module, something in one, or a field of a class."""
+    owner, _, field = name.rpartition(".")
+    return locate(name) is not None or field in getattr(locate(owner), "__annotations__", {})
+
+
+def test_the_equations_are_where_the_page_says():
+    text = TEXTS[ROOT / "docs/explanation/algorithm.md"]
+    rows = re.findall(r"^\| .* \| .* \| (.*) \|$", text[: text.index("## Grids")], re.MULTILINE)
+    names = [name for cell in rows for name in re.findall(r"`([A-Za-z_.]+)`", cell)]
+    assert len(names) > 20
+    missing = [n for n in names if not any(is_there(prefix + n) for prefix in ("", "aqg.core."))]
+    assert set(missing) <= {"losses_and_gradients", "largest_step_size"}  # named after a module
+
+
+def measured():
+    """Return megabytes and rounds, medians of the seeds, by task, clients and downlink."""
+    found = {}
+    with (ROOT / "results/downlinks/runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert row["reached"] == "1"
+            total = (int(row["upload_bytes"]) + int(row["download_bytes"])) / 1e6
+            key = (row["task"], int(row["clients"]), row["downlink"])
+            found.setdefault(key, []).append((total, int(row["rounds"])))
+    return {
+        key: tuple(map(statistics.median, zip(*rows, strict=True))) for key, rows in found.items()
+    }
+
+
+def rows_of(page, heading):
+    table = page[page.index(heading) :].split("\n\n")[0]
+    lines = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return [[cell.strip().strip("*") for cell in line] for line in lines]
+
+
+def check(text, value):
+    """Compare a number with as many digits as the page has."""
+    digits = len(text.partition(".")[2])
+    assert text == f"{value:.{digits}f}"
+
+
+def test_the_tables_on_downlinks_are_the_data():
+    page, runs, used = TEXTS[ROOT / "docs/explanation/downlink.md"], measured(), set()
+
+    def compare(key, *cells):
+        used.add(key)
+        for text, value in zip(cells, runs[key], strict=True):
+            check(text, value)
+
+    for row in rows_of(page, "| task | `full`"):
+        task = row[0].split("`")[1]
+        clients = 100 if "of 100" in row[0] else 10
+        if row[2]:
+            compare((task, clients, "exact"), row[2], row[4])
+            check(row[1], 10 * 636_040 * int(row[4]) / 1e6)
+        compare((task, clients, "condensed"), row[3], row[5])
+    for row in rows_of(page, "| clients | `exact`"):
+        clients = int(row[0].split(", ")[0].replace(",", ""))
+        task = "digits-local" if clients < 1000 else "sampled-iid"
+        downlink = row[0].split("`")[1] if "`" in row[0] else "condensed"
+        if row[1]:
+            compare((task, clients, "exact"), row[1], row[3])
+        compare((task, clients, downlink), row[2], row[4])
+    assert set(runs) == used
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_runs(page):
+    assert "<!-- table: " in TEXTS[page]
+    assert readme.refreshed(page) == TEXTS[page]
+
+
+def test_the_readme_has_one_table_with_every_task_that_was_run():
+    assert README.count("<!-- table: ") == 1
+    names = [row[0].partition(":")[0] for row in readme.field_table().rows]
+    measured = [task for task in TASKS.values() if task.goal.target is None]
+    assert {task.name for task in measured if not task.is_hold_out} <= set(names)
+    assert set(readme.NUM_PARAMS) == {task.name for task in measured}
+
+
+def test_the_best_of_the_field_is_the_cheapest_that_several_seeds_show():
+    found = averaging()
+    for recipe, size, seeds in (("stc", 2, 1), ("qsgd", 3, 3), ("topk", 5, 3), ("auto", 1, 3)):
+        setting = Setting(recipe, multiplier=0.0)
+        found += [outcome(recipe, setting, seed, 4, size=size) for seed in range(seeds)]
+    best = readme.best_of_the_field(cells_of(found, "stc,qsgd,topk,auto").values())
+    assert best is not None
+    assert best.recipe == "qsgd"
+
+
+@pytest.mark.parametrize("name", ["digits-local", "heart", "watch", "unseen-synthetic"])
+def test_the_readme_counts_parameters_as_they_are(name, data_dir):
+    try:
+        problem = build_problem(TASKS[name].config, data_dir)
+    except DataError as error:
+        pytest.skip(str(error))
+    assert len(problem.initial_params) == readme.NUM_PARAMS[name]
+
+
+def test_stored_bytes_are_those_of_a_run_today():
+    stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
+    fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
+    assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=0.01)
+
+
+@pytest.mark.soak
+def test_a_stored_result_comes_out_again():
+    """The whole run, as stored: what it learns and what it sends, on another processor as well."""
+    trial = Trial("digits-local", "auto", Setting("auto", multiplier=SELF_SETTING), 0)
+    stored = read_outcomes(readme.SMALL)[trial].curve
+    fresh = run_trial(trial.task, trial.recipe, trial.setting).curve
+    assert fresh.total_bytes == pytest.approx(stored.total_bytes, rel=0.01)
+    assert fresh.values == pytest.approx(stored.values, abs=0.02)
+
+
+def test_runs_of_the_former_default_are_kept_apart():
+    former = [
+        Outcome.from_json(row) for row in Records(ROOT / "results/former-default.jsonl").read()
+    ]
+    assert {one.trial.recipe for one in former} == {"auto"}
+    assert len({(one.trial.task, one.trial.seed) for one in former}) == len(former) == 65
+    for folder in (readme.SMALL, readme.MNIST, readme.LARGE):
+        for trial in read_outcomes(folder):
+            is_former = trial.setting.multiplier == FORMER_STEP
+            assert not (is_former and trial.recipe in (FEDAVG, "auto"))

@@ -1,16 +1,19 @@
 """What is compiled, when, and where it is kept."""
 
-import os
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import aqg
 
+from tests.commands import run
+
 pytest.importorskip("numba")
+
+ROOT = Path(__file__).parents[1]
 
 ONE_KERNEL = """
 import numpy as np
@@ -28,21 +31,13 @@ print("done")
 
 RUNS = """
 import importlib, pkgutil
-import numpy as np
 import aqg
 from aqg.core.recipes import make_recipe
-from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
-from aqg.sim.problem import Problem, Samples
+from tests.problems import tiny_problem
 
-random = np.random.default_rng(0)
-objective = make_objective("softmax", 60, 5, l2=0.01, scaling="mean")
-clients = tuple(
-    Samples(random.standard_normal((20, 60)), random.integers(0, 5, 20)) for _ in range(3)
-)
-problem = Problem(objective, clients, np.zeros(objective.num_params))
 for name in ("auto", "gd", "laq"):
-    for _ in FastSimulation(problem, make_recipe(name), step_size=0.1).run_rounds(15):
+    for _ in FastSimulation(tiny_problem(), make_recipe(name), step_size=0.1).run_rounds(15):
         pass
 
 for module in pkgutil.walk_packages(aqg.__path__, "aqg."):
@@ -53,21 +48,12 @@ for module in pkgutil.walk_packages(aqg.__path__, "aqg."):
 """
 
 
-def run(script, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+python = partial(run, sys.executable, "-c")
 
 
 def test_a_kernel_that_is_compiled_is_announced_once_and_then_cached(tmp_path):
-    assert run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path)) == "compiling\ndone\n"
-    assert run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path)) == "done\n"
+    assert python(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path)) == "compiling\ndone\n"
+    assert python(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path)) == "done\n"
 
 
 @pytest.mark.soak
@@ -83,14 +69,14 @@ def test_kernels_work_where_the_package_cannot_be_written(tmp_path, home_is_writ
     home = tmp_path / "home"
     home.mkdir() if home_is_writable else home.write_text("no directory either")
     environment = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""}
-    assert run(ONE_KERNEL, **environment) == "compiling\ndone\n"
+    assert python(ONE_KERNEL, **environment) == "compiling\ndone\n"
     again = "done\n" if home_is_writable else "compiling\ndone\n"
-    assert run(ONE_KERNEL, **environment) == again
+    assert python(ONE_KERNEL, **environment) == again
 
 
 def test_a_run_compiles_no_kernel_twice():
     counts = {}
-    for line in run(RUNS).splitlines():
+    for line in python(RUNS, cwd=ROOT).splitlines():
         module, name, count = line.split()
         counts[module, name] = int(count)
     assert counts["aqg.wire.context", "code_symbols"] == 1
@@ -115,10 +101,5 @@ for name in ("lean", "qsgd", "stc"):
 
 def test_kernels_do_the_same_as_plain_python():
     """Where numba is hidden, as the fuzzers do."""
-    command = (sys.executable, "-c", WITHOUT_NUMBA)
-    root = Path(__file__).parents[1]
-    said = [
-        subprocess.run([*command, way], cwd=root, check=True, capture_output=True).stdout
-        for way in ("compiled", "hidden")
-    ]
-    assert said[0] == said[1] != b""
+    said = [python(WITHOUT_NUMBA, way, cwd=ROOT) for way in ("compiled", "hidden")]
+    assert said[0] == said[1] != ""

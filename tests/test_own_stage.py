@@ -44,8 +44,7 @@ def test_reference_engine_and_resume(recipe, dtype):
     reference, fast = check_engines(problem, recipe, 0.05, **options, rounds=30)
     assert reference.state().to_arrays()["clients/stages/clip/usual"].all()
     plain = FastSimulation(problem, make_recipe("lean"), 0.05, training=TRAINING, **ARGUMENTS)
-    for _ in range(30):
-        plain.run_round()
+    assert len([*plain.run_rounds(30)]) == 30
     assert not np.array_equal(plain.parameters, fast.parameters)  # it does clip
 
 
@@ -62,8 +61,14 @@ def test_command_line_and_resume(code, tmp_path, monkeypatch):
     Path("clipped.py").write_text(code)
     arguments = ["--recipe", "clipped:factor=0.9", "--set", 'plugins=["clipped.py"]']
     assert run_app(["run", *arguments, "--rounds", "9", "--out", "whole"]) == 0
+
+    def run_until_crash(simulation, evaluate=True, run_round=FastSimulation.run_round):
+        if simulation.next_round == 6:
+            raise Crash
+        return run_round(simulation, evaluate)
+
     with monkeypatch.context() as broken:
-        broken.setattr(FastSimulation, "run_round", crash_in_round(6, FastSimulation.run_round))
+        broken.setattr(FastSimulation, "run_round", run_until_crash)
         with pytest.raises(Crash):
             run_app(["run", *arguments, "--rounds", "9", "--out", "cut"])
     assert run_app(["run", "--resume", "cut", "--allow-code"]) == 0
@@ -76,15 +81,6 @@ class Crash(BaseException):
     """Stands for a process that dies."""
 
 
-def crash_in_round(number, run_round):
-    def run(simulation, evaluate=True):
-        if simulation.next_round == number:
-            raise Crash
-        return run_round(simulation, evaluate)
-
-    return run
-
-
 def test_flower(recipe, tmp_path):
     pytest.importorskip("flwr")
     from aqg.flower import make_client_app
@@ -95,7 +91,6 @@ def test_flower(recipe, tmp_path):
     federation.grid.client_app = make_client_app(task_of, recipe=recipe)
     final = federation.run(recipe=recipe)
     reference = ReferenceSimulation(PROBLEM, recipe, ALPHA)
-    for _ in range(8):
-        reference.run_round()
+    assert len([*reference.run_rounds(8)]) == 8
     assert np.array_equal(final, reference.parameters)
     assert federation.agree()

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import aqg
+
+from tests import commands
 
 ROOT = Path(__file__).parents[1]
 NAME = f"aqg-{aqg.__version__}"
@@ -42,17 +45,7 @@ def built(tmp_path_factory):
     return out
 
 
-def run(*command, fails=False, **environment):
-    done = subprocess.run(
-        command,
-        cwd=environment.pop("cwd", "/"),
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    return done.stderr if fails else done.stdout
+run = partial(commands.run, without="PYTHONPATH", cwd="/")
 
 
 @pytest.mark.soak
@@ -72,19 +65,11 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built / WHEEL) as archive:
         names = set(archive.namelist())
     info = f"{NAME}.dist-info/"
-    package = {
-        str(file.relative_to(ROOT / "src"))
-        for file in (ROOT / "src" / "aqg").rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
+    files = (file for file in (ROOT / "src" / "aqg").rglob("*") if file.is_file())
+    package = {str(f.relative_to(ROOT / "src")) for f in files if "__pycache__" not in f.parts}
     assert {name for name in names if not name.startswith(info)} == package
-    assert {name.removeprefix(info) for name in names if name.startswith(info)} == {
-        "METADATA",
-        "RECORD",
-        "WHEEL",
-        "entry_points.txt",
-        "licenses/LICENSE",
-    }
+    expected = "METADATA RECORD WHEEL entry_points.txt licenses/LICENSE"
+    assert {name.removeprefix(info) for name in names - package} == set(expected.split())
 
 
 def needed(requirements, extra):
@@ -180,10 +165,9 @@ def installed(built, folder, *requirements, constraints="constraints.txt"):
     """Return a fresh environment with the wheel and more from the package index, or skip."""
     made = Environment(folder)
     wheel, *more = requirements
-    what = (f"{built / WHEEL}{wheel}", *more)
     # compiled: Ray gives its processes fifteen seconds to import what they need
-    options = ("--compile", "--retries=1", "--timeout=30")
-    done = made.install(*options, *what, constraints=constraints)
+    options = ("--compile", "--retries=1", "--timeout=30", f"{built / WHEEL}{wheel}")
+    done = made.install(*options, *more, constraints=constraints)
     if "No matching distribution" in done.stderr or "NewConnectionError" in done.stderr:
         pytest.skip(f"not within reach of the package index: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stderr
@@ -200,9 +184,8 @@ OLDEST = next(part.version for part in FLOWER if part.operator == ">=")
 @pytest.mark.parametrize("version", [f"=={OLDEST}.*", str(FLOWER)], ids=["oldest", "newest"])
 def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_path, version):
     """In the simulation and on real processes; the newest is what the index has everything for."""
-    flower = installed(
-        built, tmp_path / "env", "[flower]", f"flwr[simulation]{version}", constraints=""
-    )
+    requirements = "[flower]", f"flwr[simulation]{version}"
+    flower = installed(built, tmp_path / "env", *requirements, constraints="")
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     script = str(ROOT / "tests/flower/two_lines_simulation.py")
@@ -233,10 +216,8 @@ def test_in_flares_simulator_the_example_is_small(built, tmp_path):
     Accuracy is compared where it hardly rises any more: in rounds 2 to 6 it goes from 0.2 to 0.8,
     at another pace in every run, as models start anywhere.
     """
-    more = ("nvflare", "torch", "scikit-learn", "pytest", "hypothesis")
-    flare = installed(
-        built, tmp_path / "env", "[flare]", *more, constraints="constraints-flare.txt"
-    )
+    what = ("[flare]", "nvflare", "torch", "scikit-learn", "pytest", "hypothesis")
+    flare = installed(built, tmp_path / "env", *what, constraints="constraints-flare.txt")
     python, tests = str(flare.bin / "python"), str(ROOT / "tests/flare/test_filters.py")
     options = ("-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT))
     assert "skipped" not in run(python, "-m", "pytest", *options, tests, **flare.settings)
@@ -290,13 +271,10 @@ def test_with_everything_modules_and_flower_run(environment, tmp_path):
 
 def test_the_citation_file_is_valid_and_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    known = "abstract authors cff-version date-released keywords license message references title "
-    assert set(citation) <= {*known.split(), "type", "version"}
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["type"] == "software"
-    assert citation["version"] == aqg.__version__
-    assert citation["license"] == "Apache-2.0"
+    said = {"cff-version": "1.2.0", "type": "software", "license": "Apache-2.0"}
+    assert citation | said | {"version": aqg.__version__} == citation
+    known = "abstract authors date-released keywords message references title version"
+    assert {"message", "title", "authors"} <= set(citation) <= {*known.split(), *said}
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {aqg.__version__} - {citation['date-released']}\n" in changelog
     for work in [citation, *citation["references"]]:

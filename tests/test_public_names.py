@@ -1,13 +1,16 @@
 """The names users may rely on, and what the library needs to be imported."""
 
-import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 import aqg
 import aqg.protocol
 import aqg.sim
+from aqg.core.messages import Message
+
+from tests.commands import run
 
 # Changing these is a decision: note it in CHANGELOG.
 TOP = """
@@ -29,10 +32,6 @@ def test_public_names_are_these():
 
 
 def test_decode_returns_only_exported_types():
-    from typing import get_args
-
-    from aqg.core.messages import Message
-
     for kind in get_args(Message):
         assert getattr(aqg, kind.__name__) is kind
 
@@ -47,5 +46,4 @@ def test_decode_returns_only_exported_types():
 def test_what_is_heavy_or_optional_is_imported_where_it_is_needed(modules, heavy):
     """The library needs numpy and numba; a command or a worker starts without what takes long."""
     code = f"import sys, {modules}; print(set({heavy.split()}) & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert run(sys.executable, "-c", code) == "set()\n"

@@ -11,14 +11,13 @@ from aqg.core.auto import Draws, Share
 from aqg.core.budget import Budget, first_budget
 from aqg.core.downlink import resolve_downlink
 from aqg.core.grids import round_up_to_bfloat16
-from aqg.core.messages import Skip, energy_of
+from aqg.core.messages import energy_of
 from aqg.core.optimizers import SGD
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
 from aqg.core.round import init_client, init_clients, respond
 from aqg.core.server import Step, broadcast, init_server, publish_round, take_message
 from aqg.core.step_sizes import resolve_step
-from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import make_late
 from aqg.sim.reference import ReferenceSimulation
@@ -93,12 +92,6 @@ def test_extreme_vectors_make_valid_uploads(vector, dtype):
             assert upload.values(np.float64).max() >= largest / 2 or upload.step > largest / 2
 
 
-def test_one_key_makes_one_upload_and_another_another():
-    vector = VECTORS["normal"]
-    assert draw(vector) == draw(vector.copy())
-    assert draw(vector) != draw(vector, number=2)
-
-
 def test_precision_and_pieces_do_not_matter():
     """Vectors longer than what is rounded at a time, with float32 numbers in both precisions."""
     vector = np.random.default_rng(1).standard_normal(200_001).astype(np.float32)
@@ -109,16 +102,6 @@ def test_precision_and_pieces_do_not_matter():
     assert np.array_equal(upload.levels - np.int16(middle), np.floor(scaled))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e35])
-def test_a_faulty_update_is_not_sent(bad):
-    auto = make_recipe("auto")
-    client = init_client(auto, 10, "float64")
-    after, message = respond(auto, client, np.r_[np.ones(9), bad], 0.0, (0, 0, 1))
-    assert isinstance(message, Skip)
-    assert message.fault
-    assert after == client or after.skipped_rounds == client.skipped_rounds
-
-
 def test_clients_keep_nothing():
     """One that was replaced by a new one sends the same frames."""
     auto, state = make_recipe("auto"), init_clients(make_recipe("auto"), 50, np.dtype("f8"), 3)
@@ -127,11 +110,9 @@ def test_clients_keep_nothing():
     client = init_client(auto, 50, "float64")
     for number in range(1, 6):
         update = np.random.default_rng(number).standard_normal(50)
-        client, old = respond(auto, client, update, 1.0, (0, 2, number), noise=2.0)
-        _, new = respond(
-            auto, init_client(auto, 50, "float64"), update, 7.0, (0, 2, number), noise=2.0
-        )
-        assert encode(new) == encode(old)
+        options, other = {"key": (0, 2, number), "noise": 2.0}, init_client(auto, 50, "float64")
+        client, old = respond(auto, client, update, 1.0, **options)
+        assert encode(respond(auto, other, update, 7.0, **options)[1]) == encode(old)
 
 
 @pytest.mark.parametrize("engine", [FastSimulation, ReferenceSimulation])
@@ -195,27 +176,16 @@ def test_a_budget_is_always_a_number(rounds, nu):
         assert 0 <= budget.noise <= 1.01 * nu * bound
 
 
-@pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan])
-def test_a_bad_noise_is_named(noise):
-    with pytest.raises(ConfigError, match=r"noise is .*; it must be above 0 and finite"):
-        make_recipe(f"auto:noise={noise}")
-
-
 def test_the_server_finds_the_budget_of_the_true_updates():
     """In training, from rounded uploads, as close as a mean over a few rounds is."""
-    problem = tiny_problem(num_clients=8, unequal=True)
+    problem, recipe = tiny_problem(num_clients=8, unequal=True), make_recipe("auto:share=0")
     local = LocalTraining(batch_size=8, steps=4, rate=0.05)
-    simulation = FastSimulation(
-        problem, make_recipe("auto:share=0"), 0.02, seed=1, training=Training(local=local)
-    )
+    simulation = FastSimulation(problem, recipe, 0.02, seed=1, training=Training(local=local))
     found, true, budget = [], [], Budget()
     for number in range(1, 61):
-        updates = np.array(
-            [
-                local.update(problem.objective, simulation.parameters, *samples, (1, m, number))[1]
-                for m, samples in enumerate(problem.clients)
-            ]
-        )
+        start = problem.objective, simulation.parameters
+        clients = enumerate(problem.clients)
+        updates = np.array([local.update(*start, *c, (1, m, number))[1] for m, c in clients])
         exact = budget._replace(noise=0.0)  # nothing is added to these
         budget = exact.after(1.0, np.sum(updates.sum(axis=0) ** 2), np.sum(updates**2), most=8)
         simulation.run_round(evaluate=False)
@@ -253,12 +223,6 @@ def test_a_long_vector_is_counted_in_pieces():
     fewest = np.searchsorted(squares, 0.9 * squares[-1]) + 1
     found = np.count_nonzero(Share(0.9).quantize(vector, Request(2)).levels != 1)
     assert fewest <= found < 1.01 * fewest
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
-def test_a_bad_share_is_named(share):
-    with pytest.raises(ConfigError, match=f"share is {share}"):
-        make_recipe(f"auto:share={share}")
 
 
 @pytest.mark.parametrize("downlink", ["auto", "exact"])

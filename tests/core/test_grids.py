@@ -1,8 +1,8 @@
-"""The grids: exact steps, errors within half a step, contraction."""
+"""The grids: exact steps, errors within half a step, contraction; statistics in one pass."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -17,9 +17,6 @@ from aqg.core.grids import (
 )
 from aqg.core.kernels import add_levels, measure, quantize
 
-settings.register_profile("jit", deadline=None)
-settings.load_profile("jit")
-
 WIDTHS = st.integers(1, 16)
 
 
@@ -33,17 +30,18 @@ def vectors(dtype):
 ANY_VECTOR = st.one_of(vectors(np.float32), vectors(np.float64))
 
 
-def as_bfloat16_bits(value):
-    bits = int(np.float32(value).view(np.uint32))
-    assert bits & 0xFFFF == 0
-    return bits >> 16
+def rounded(vector, grid, width, step):
+    """Return what the levels of a vector stand for, in float64."""
+    return value_table(grid, width, step, np.float64)[quantize(vector, grid, width, step)]
 
 
 @given(st.floats(MIN_STEP, MAX_RADIUS))
 def test_step_is_the_next_bfloat16_up(value):
     step = round_up_to_bfloat16(value)
     assert step >= value
-    below = np.uint32((as_bfloat16_bits(step) - 1) << 16).view(np.float32)
+    bits = np.float32(step).view(np.uint32)
+    assert bits & 0xFFFF == 0
+    below = np.uint32(bits - (1 << 16)).view(np.float32)
     assert float(below) < value
     assert step <= value * (1 + 2**-7)
     assert is_valid_step(step)
@@ -67,11 +65,9 @@ def test_values_are_exact_in_float32(width, grid, raw_step):
 
 @given(ANY_VECTOR, WIDTHS)
 def test_midtread_never_increases_the_error(vector, width):
-    stats = measure(vector, Grid.MIDTREAD, width)
-    step = stats.steps[width - 1].item()
-    levels = quantize(vector, Grid.MIDTREAD, width, step)
+    step = measure(vector, Grid.MIDTREAD, width).steps[width - 1].item()
     exact = vector.astype(np.float64)
-    error = value_table(Grid.MIDTREAD, width, step, np.float64)[levels] - exact
+    error = rounded(vector, Grid.MIDTREAD, width, step) - exact
     largest = np.abs(exact).max() or 1.0  # scaled to it, squares do not underflow
     assert np.linalg.norm(error / largest) <= np.linalg.norm(exact / largest) * (1 + 1e-12)
     if width > 1:  # coordinate by coordinate, to the last bit
@@ -109,5 +105,56 @@ def test_all_zero_vector_stays_zero():
         stats = measure(zeros, grid, 4)
         assert stats.steps.tolist() == [0.0] * 4
         for width in range(1, 5):
-            levels = quantize(zeros, grid, width, 0.0)
-            assert np.array_equal(value_table(grid, width, 0.0, np.float32)[levels], zeros)
+            assert not rounded(zeros, grid, width, 0.0).any()
+
+
+SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(0, 2**32 - 1),
+    SCALES,
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from(list(Grid)),
+    st.integers(1, 8),
+)
+def test_all_widths_in_one_pass(size, seed, scale, dtype, grid, max_width):
+    vector = (np.random.default_rng(seed).standard_normal(size) * scale).astype(dtype)
+    stats = measure(vector, grid, max_width)
+    exact = vector.astype(np.float64)
+    total = float(exact @ exact)
+    tolerance = 1e-5 if dtype is np.float32 else 1e-12
+    assert stats.in_range
+    assert stats.squared_norm == pytest.approx(total, rel=tolerance)
+    errors = [  # ‖Q_b(Δ) − Δ‖²
+        float(np.sum((rounded(vector, grid, width, step) - exact) ** 2))
+        for width, step in enumerate(stats.steps.tolist(), start=1)
+    ]
+    approximately = pytest.approx(errors, rel=tolerance * 10, abs=tolerance * total * 1e-3)
+    assert stats.errors.tolist() == approximately
+    values = rounded(vector, grid, max_width, stats.steps[-1].item())
+    assert stats.quantized_norm == pytest.approx(float(values @ values), rel=tolerance)
+
+
+@given(
+    arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 50)), elements=st.floats(-9, 9)),
+    st.sampled_from(list(Grid)),
+)
+def test_leading_axes_equal_single_rows(rows, grid):
+    together = measure(rows[None], grid, 4)
+    assert together.errors.shape == (1, len(rows), 4)
+    for index, row in enumerate(rows):
+        alone = measure(row, grid, 4)
+        for field, single in zip(together, alone, strict=True):
+            assert np.array_equal(field[0, index], single)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e31])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bad_values_are_seen_and_do_not_spread(bad, dtype):
+    rows = np.ones((3, 5000), dtype)
+    rows[1, 4321] = bad
+    stats = measure(rows, Grid.MIDTREAD, 4)
+    assert stats.in_range.tolist() == [True, False, True]
+    assert stats.squared_norm[[0, 2]].tolist() == [5000.0, 5000.0]

@@ -20,14 +20,8 @@ from aqg.core.policies import (
 
 
 def innovation(quantized_norm, errors, squared_norm=1.0):
-    errors = np.asarray(errors, np.float64)
-    return Innovation(
-        in_range=np.bool_(True),
-        squared_norm=np.float64(squared_norm),
-        steps=np.zeros_like(errors),
-        errors=errors,
-        quantized_norm=np.float64(quantized_norm),
-    )
+    squared_norm, errors, quantized_norm = map(np.float64, (squared_norm, errors, quantized_norm))
+    return Innovation(np.bool_(True), squared_norm, np.zeros_like(errors), errors, quantized_norm)
 
 
 ERRORS = [4.0, 1.0, 0.25, 0.0625]  # widths 1..4
@@ -87,16 +81,11 @@ def test_tolerance_sends_the_fewest_bits_that_do(squared_norm, movement, expecte
     assert (bool(decision.send), int(decision.width)) == expected
 
 
-FINITE = st.floats(0, 1e6)
+def some(*shape):
+    return arrays(np.float64, shape, elements=st.floats(0, 1e6))
 
 
-@given(
-    arrays(np.float64, (5, 4), elements=FINITE),
-    arrays(np.float64, (5, 4), elements=FINITE),
-    arrays(np.float64, 5, elements=FINITE),
-    arrays(np.float64, 5, elements=FINITE),
-    arrays(np.float64, 5, elements=FINITE),
-)
+@given(some(5, 4), some(5, 4), some(5), some(5), some(5))
 def test_many_clients_decide_as_one_would(errors, stored, norms, squared, movements):
     together = Innovation(np.ones(5, bool), squared, np.zeros((5, 4)), errors, norms)
     for policy in (Always(4), Lazy(), TwoLevel(), Multilevel(), Tolerance(), LazyExact()):

@@ -62,6 +62,13 @@ def uploads_of(seed, dtype):
             yield rows[kept], [parts[k] for k in kept], 0.5 + np.arange(len(kept)) / 4
 
 
+def moved(vector, part):
+    """Return a vector after a correction, or none."""
+    if part is None:
+        return vector
+    return part.new.copy() if isinstance(part, Change) else vector + part.values(vector.dtype.type)
+
+
 seeds = st.integers(0, 2**32)
 memories = st.sampled_from([Memory.INNOVATION, Memory.LATEST])
 
@@ -109,14 +116,8 @@ def test_a_track_moves_by_its_velocity_and_by_what_is_said(seed, dtype, in_place
         step = part(rng, "float64") if rng.random() < 0.5 else None
         said = part(rng, dtype) if rng.random() < 0.5 else None
         track = follow(track, said, step, in_place=in_place)
-        if step is not None:
-            velocity = (
-                step.new.copy() if isinstance(step, Change) else velocity + step.values(float)
-            )
-        position = position + velocity.astype(dtype)
-        if said is not None:
-            is_new = isinstance(said, Change)
-            position = said.new.copy() if is_new else position + said.values(position.dtype.type)
+        velocity = moved(velocity, step)
+        position = moved(position + velocity.astype(dtype), said)
         assert track.position[0].tobytes() == position.tobytes()
         assert track.velocity[0].tobytes() == velocity.tobytes()
         assert in_place or bits(before) == start
@@ -137,18 +138,12 @@ def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
         assert np.array_equal(is_sent, (gaps.innovation.squared_norm > tolerance) | (waited >= 5))
         assert gaps.innovation.squared_norm == pytest.approx(squares, rel=1e-5)
         for row in everyone.tolist():
-            one, row_alone = np.array([row]), truths[row : row + 1]
-            some = Terms(tolerance, waited[row : row + 1])
-            again, _ = correct(SPACE, CODER, tracks.position, one, row_alone, some)
+            own = slice(row, row + 1)
+            some = everyone[own], truths[own], Terms(tolerance, waited[own])
+            again, _ = correct(SPACE, CODER, tracks.position, *some)
             assert again == [u for m, u in zip(gaps.senders, uploads, strict=True) if m == row]
-        SPACE.move(
-            Memory.INNOVATION,
-            tracks.position,
-            np.zeros(LENGTH),
-            gaps.senders,
-            uploads,
-            np.ones(4)[: len(uploads)],
-        )
+        said = gaps.senders, uploads, np.ones(len(uploads))
+        SPACE.move(Memory.INNOVATION, tracks.position, np.zeros(LENGTH), *said)
         waited = gaps.skipped_rounds
         after = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
         assert (after <= squares * (1 + 1e-6) + 1e-30).all()

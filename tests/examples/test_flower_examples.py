@@ -63,9 +63,8 @@ def test_the_lines_in_the_readme_are_those_of_the_example():
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower
 def test_the_app_is_one_that_flowers_hub_takes():
     build = pytest.importorskip("flwr.cli.build")
-    with zipfile.ZipFile(
-        io.BytesIO(build.build_fab_from_disk(EXAMPLES / "flower-pytorch/after"))
-    ) as fab:
+    content = io.BytesIO(build.build_fab_from_disk(EXAMPLES / "flower-pytorch/after"))
+    with zipfile.ZipFile(content) as fab:
         names = set(fab.namelist())
         project = tomllib.loads(fab.read("pyproject.toml").decode())
     assert {"LICENSE", "pyproject.toml", "digits/task.py"} <= names

@@ -1,7 +1,5 @@
 """Federated learning over HTTP through a proxy that loses, repeats and delays messages."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import threading
@@ -67,13 +65,11 @@ class Proxy(BaseHTTPRequestHandler):
             timer = threading.Timer(0.5, self.forward, [body])
             timer.start()
             self.late.append(timer)
-        if trouble == "lose":
-            self.close_connection = True
-            return
         if trouble == "twice":
             self.forward(body)
-        status, answer = self.forward(body)
-        if trouble == "mute":
+        if trouble != "lose":
+            status, answer = self.forward(body)
+        if trouble in ("lose", "mute"):
             self.close_connection = True
             return
         self.send_response(status)

@@ -1,27 +1,21 @@
 """A SuperLink and its SuperNodes as real processes on this machine, for tests and benchmarks.
 
-Every process is what a deployment over several
-machines runs too; ports are free ones, and all files are below one directory.
+Every process is what a deployment over several machines runs too; ports are free ones, and all
+files are below one directory.
 """
 
 import contextlib
 import itertools
 import json
 import socket
-import ssl
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import trustme
+from cryptography.hazmat.primitives import serialization as ssh
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
 
 from aqg.errors import RunError
 
@@ -33,14 +27,13 @@ HOST = "127.0.0.1"
 _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
-_COMMAND_SECONDS = 60.0
+_COMMAND_SECONDS = _START_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second of CPU
 
 ConfigValue = bool | int | float | str
 
 
-@dataclass(frozen=True)
-class Certificates:
+class Certificates(NamedTuple):
     """The files of a SuperLink with TLS."""
 
     authority: Path
@@ -65,10 +58,12 @@ def make_node_key(path):
     The same files as ``ssh-keygen -t ecdsa -b 384 -N "" -f path``.
     """
     key = ec.generate_private_key(ec.SECP384R1())
-    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    form = ssh.Encoding.PEM, ssh.PrivateFormat.OpenSSH, ssh.NoEncryption()
+    path.write_bytes(key.private_bytes(*form))
     path.chmod(0o600)
     public = path.with_name(f"{path.name}.pub")
-    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    form = ssh.Encoding.OpenSSH, ssh.PublicFormat.OpenSSH
+    public.write_bytes(key.public_key().public_bytes(*form))
     return public
 
 
@@ -82,7 +77,7 @@ class _Node:
     key: Path | None = None
 
 
-class Deployment:
+class Deployment(contextlib.AbstractContextManager):
     """Starts, watches, breaks and stops the processes; a context manager.
 
     Args:
@@ -126,13 +121,7 @@ class Deployment:
             environment[LEASE] = str(lease_seconds)
         self.processes = ProcessGroup(self.logs, environment, preload)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        self.close()
-
-    def close(self):
+    def __exit__(self, *_):
         """Stop everything."""
         self.processes.close()
         self.meter.close()
@@ -141,7 +130,8 @@ class Deployment:
         """Start the SuperLink, register keys, start all nodes, and wait until they are online."""
         self.start_link()
         for node in range(len(self.nodes)):
-            self.register_node(node)
+            if self.certificates is not None:
+                self._register_node(node)
             self.launch_node(node)
         for node in range(len(self.nodes)):
             self.wait_for_node(node)
@@ -155,11 +145,11 @@ class Deployment:
         if self.certificates is None:
             arguments += ["--insecure"]
         else:
-            arguments += ["--ssl-ca-certfile", str(self.certificates.authority)]
-            arguments += ["--ssl-certfile", str(self.certificates.certificate)]
-            arguments += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
+            for name, file in zip(("ca-cert", "cert", "key"), self.certificates, strict=True):
+                arguments += [f"--ssl-{name}file", str(file)]
+            arguments += ["--enable-supernode-auth"]
         self.processes.start(_LINK, self._isolated(arguments))
-        self._wait_until_healthy(_LINK, self.port)
+        self._wait_for(_LINK, self._is_listening)
         if self._worker:
             self._start_link_worker()
 
@@ -180,14 +170,10 @@ class Deployment:
         """Return where a node may keep what has to survive it."""
         return self.directory / "state" / str(node)
 
-    def register_node(self, node):
-        """Tell the SuperLink a node's public key, where it wants to know."""
-        if self.certificates is None:
-            return
-        key = self.directory / f"node{node}.key"
-        public = make_node_key(key)
-        self.nodes[node].key = key
-        self.flower("supernode", "register", str(public), _CONNECTION)
+    def _register_node(self, node):
+        """Tell the SuperLink a node's public key."""
+        self.nodes[node].key = key = self.directory / f"node{node}.key"
+        self.flower("supernode", "register", str(make_node_key(key)), _CONNECTION)
 
     def launch_node(self, node):
         """Start a node's processes; they may not be online yet on return."""
@@ -196,7 +182,7 @@ class Deployment:
         arguments = self._node_arguments(plan, name)
         self.processes.start(name, arguments, restart=self._restart)
         if self._worker and not self.processes.is_running(f"{name}-worker"):
-            self._start_worker(f"{name}-worker", plan.port, restart=self._restart)
+            self._start_worker(f"{name}-worker", plan.port, [], restart=self._restart)
 
     def try_key(self, key):
         """Start one more node with a key that nobody registered; return what it says as it ends."""
@@ -211,24 +197,15 @@ class Deployment:
         config.write_text(to_toml(plan.config))
         arguments = ["flower-supernode", "--superlink", f"{HOST}:{plan.link_port}"]
         arguments += ["--host", HOST, "--port", str(plan.port), "--node-config", str(config)]
-        if self.certificates is None:
-            arguments += ["--insecure"]
-        else:
-            arguments += ["--root-certificates", str(self.certificates.authority)]
+        arguments += self._roots() or ["--insecure"]
         if plan.key is not None:
             arguments += ["--auth-supernode-private-key", str(plan.key)]
         return self._isolated(arguments)
 
-    def wait_for_node(self, node, seconds=60.0):
+    def wait_for_node(self, node):
         """Wait until the SuperLink has let a node in."""
-        name = node_name(node)
-        self.processes.wait_for(
-            lambda: "SuperNode ID:" in self.processes.read_log(name) or self._has_failed(name),
-            seconds,
-            f"{name} to be let in",
-        )
-        if self._has_failed(name):
-            raise RunError(f"{name} was not let in; see {self.processes.log_of(name)}")
+        name, read = node_name(node), self.processes.read_log
+        self._wait_for(name, lambda: "SuperNode ID:" in read(name), may_end=self._restart)
 
     def kill_node(self, node):
         """Kill all processes of a node, as a power failure would."""
@@ -288,8 +265,7 @@ class Deployment:
     # Parts
 
     def _describe(self, run):
-        answer = self.flower("list", _CONNECTION, "--run-id", str(run))
-        return answer["runs"][0]
+        return self.flower("list", _CONNECTION, "--run-id", str(run))["runs"][0]
 
     def _plan(self, node, name):
         config = {
@@ -302,41 +278,36 @@ class Deployment:
     def _isolated(self, arguments):
         return [*arguments, "--isolation", "process" if self._worker else "subprocess"]
 
-    def _start_link_worker(self):
-        self._start_worker(_LINK_WORKER, self.port, tls=self.certificates is not None)
+    def _roots(self):
+        files = self.certificates
+        return [] if files is None else ["--root-certificates", str(files.authority)]
 
-    def _start_worker(self, name, port, tls=False, restart=False):
-        arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}"]
-        if tls and self.certificates is not None:
-            arguments += ["--root-certificates", str(self.certificates.authority)]
+    def _start_link_worker(self):
+        self._start_worker(_LINK_WORKER, self.port, self._roots())
+
+    def _start_worker(self, name, port, roots, restart=False):
+        arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}", *roots]
         self.processes.start(name, arguments, restart=restart)
 
-    def _has_failed(self, name):
-        return not self._restart and not self.processes.is_running(name)
+    def _is_listening(self):
+        with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), 1):
+            return True
+        return False
 
-    def _wait_until_healthy(self, name, port):
-        handlers = [urllib.request.ProxyHandler({})]
-        scheme = "http"
-        if self.certificates is not None:
-            scheme = "https"
-            context = ssl.create_default_context(cafile=str(self.certificates.authority))
-            handlers.append(urllib.request.HTTPSHandler(context=context))
-        opener = urllib.request.build_opener(*handlers)
+    def _wait_for(self, name, is_ready, may_end=False):
+        """Wait until a process is ready; raise where it has ended and is not started again."""
 
-        def answers():
-            with contextlib.suppress(OSError):
-                opener.open(f"{scheme}://{HOST}:{port}/health", timeout=1).close()
-                return True
-            return not self.processes.is_running(name)
+        def has_failed():
+            return not may_end and not self.processes.is_running(name)
 
-        self.processes.wait_for(answers, 60, f"{name} to answer")
-        if not self.processes.is_running(name):
-            raise RunError(f"{name} did not start; see {self.processes.log_of(name)}")
+        self.processes.wait_for(lambda: is_ready() or has_failed(), _START_SECONDS, name)
+        if has_failed():
+            raise RunError(f"{name} has ended; see {self.processes.log_of(name)}")
 
     def _write_connection(self):
-        security = "insecure = true"
-        if self.certificates is not None:
-            security = f"root-certificates = {json.dumps(str(self.certificates.authority))}"
+        files, security = self.certificates, "insecure = true"
+        if files is not None:
+            security = to_toml({"root-certificates": str(files.authority)})
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{_CONNECTION}"\n\n'
             f'[superlink.{_CONNECTION}]\naddress = "{HOST}:{self.port}"\n{security}\n'
@@ -352,16 +323,9 @@ def free_port():
     """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def to_toml(settings):
-    """Write flat settings as TOML.
-
-    >>> print(to_toml({"rounds": 3, "name": "a b", "trust": True}), end="")
-    rounds = 3
-    name = "a b"
-    trust = true
-    """
+    """Write flat settings as TOML."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())

@@ -1,24 +1,15 @@
 """A relay that counts the bytes on real connections."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes on a connection, headers of the transport (HTTP, TLS) included, TCP's not.
-
-    Attributes:
-        up_bytes: from the node to the SuperLink.
-        down_bytes: from the SuperLink to the node.
-
-    """
+class Traffic(NamedTuple):
+    """Bytes between a node and the SuperLink, with the headers of HTTP and TLS, without TCP's."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -27,7 +18,7 @@ class Traffic:
         return Traffic(self.up_bytes - earlier.up_bytes, self.down_bytes - earlier.down_bytes)
 
 
-class Meter:
+class Meter(contextlib.AbstractContextManager):
     """Listens on ports of its own and passes everything on to another address.
 
     One port per name, so that traffic can be told apart. Runs in a thread; a context manager.
@@ -51,16 +42,11 @@ class Meter:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, *_):
         self.close()
 
     def close(self):
         """Close every connection and stop listening."""
-        if self._loop.is_closed():
-            return
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -78,7 +64,7 @@ class Meter:
     async def _stop(self):
         for server in self._servers:
             server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -91,8 +77,7 @@ class Meter:
 
         server = await asyncio.start_server(accept, self.host, 0)
         self._servers.append(server)
-        port = server.sockets[0].getsockname()[1]
-        return port
+        return server.sockets[0].getsockname()[1]
 
     async def _pass_on(self, name, reader, writer):
         there_reader, there_writer = await asyncio.open_connection(self.host, self.target)

@@ -89,7 +89,7 @@ class ProcessGroup:
 
     """
 
-    def __init__(self, directory, environment=None, preload=()):
+    def __init__(self, directory, environment, preload=()):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         package = os.pathsep.join((str(Path(aqg.__file__).parents[1]), str(_ROOT)))
@@ -98,7 +98,7 @@ class ProcessGroup:
             **_QUIET,
             "PYTHONPATH": _prepend(package, os.environ.get("PYTHONPATH")),
             "PATH": _prepend(str(Path(sys.executable).parent), os.environ.get("PATH")),
-            **(environment or {}),
+            **environment,
         }
         self._lock = threading.RLock()
         self._running, self._restarted = {}, {}
@@ -118,26 +118,23 @@ class ProcessGroup:
             for process in self._running.values():
                 process.join(_END_SECONDS)
 
-    def start(self, name, arguments, environment=None, restart=False):
+    def start(self, name, arguments, restart=False):
         """Fork a process that runs a command.
 
         Args:
             name: what the process is called here; its output goes to ``<name>.log``.
             arguments: the command and its arguments.
-            environment: further variables.
             restart: start it again whenever it ends, until it is stopped.
 
         """
-        environment = {**self._environment, **(environment or {})}
         with self._lock:
-            self._running[name] = process = self._context.Process(
-                target=_forked, args=(list(arguments), environment, str(self.log_of(name)))
-            )
+            what = (list(arguments), self._environment, str(self.log_of(name)))
+            self._running[name] = process = self._context.Process(target=_forked, args=what)
             process.daemon = True
             process.start()
             self._restarted.pop(name, None)
             if restart:
-                self._restarted[name] = (arguments, environment)
+                self._restarted[name] = arguments
 
     def _restart(self):
         """Start again what has ended and is to run."""
@@ -150,7 +147,7 @@ class ProcessGroup:
             with self._lock:
                 for name in ended:
                     if self._is_open and name in self._restarted and not self.is_running(name):
-                        self.start(name, *self._restarted[name], restart=True)
+                        self.start(name, self._restarted[name], restart=True)
 
     def kill(self, name):
         """Kill a process as a power failure would, and wait until it is gone."""

@@ -1,4 +1,4 @@
-"""Flower's processes as the tests run them: shorter waits, two repairs, a queue of tasks.
+"""Flower's processes as the tests run them: shorter waits and two repairs.
 
 Waits and repairs are switched on only in versions of Flower in which they were tried, and only
 where the parts look as expected. Without them, rounds take some seconds longer, and a node can get
@@ -16,16 +16,11 @@ import inspect
 import logging
 import os
 import time
-from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 
-import httpx
 from flwr import __version__
 from flwr.common.constant import Status, SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
 
 SWITCH = "AQG_FLOWER_QUICK"
 """The environment variable that asks for shorter waits: ``"1"``."""
@@ -159,14 +154,19 @@ class _NoReplyError(Exception):
     """No ClientApp is left that could reply."""
 
 
-class _LivingState:
-    """Flower's state of a node; no reply is expected once all ClientApps have ended."""
+class _Living:
+    """Stands before an object of Flower, which it passes on but for what a subclass changes."""
 
-    def __init__(self, state):
+    def __init__(self, state, whole=None):
         self._state = state
+        self._whole = state if whole is None else whole
 
     def __getattr__(self, name):
-        return getattr(self._state, name)
+        return getattr(self._whole, name)
+
+
+class _LivingState(_Living):
+    """Flower's state of a node; no reply is expected once all ClientApps have ended."""
 
     def get_messages_legacy(self, **filters):
         """Return messages; raise where none is there or will come."""
@@ -177,20 +177,13 @@ class _LivingState:
         return found
 
 
-class _LivingStore:
+class _LivingStore(_Living):
     """Flower's object store; no object is expected once all ClientApps have ended."""
-
-    def __init__(self, state, store):
-        self._state = state
-        self._store = store
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
 
     def get(self, object_id):
         """Return an object, empty where it is still to come; raise where it will not."""
         has_ended = not _unfinished(self._state)
-        content = self._store.get(object_id)
+        content = self._whole.get(object_id)
         if has_ended and content == b"":
             raise ConnectionError("the ClientApp ended before it had handed over its reply")
         return content
@@ -206,27 +199,3 @@ def _forget_replies(state, object_store):
         metadata = message.metadata
         state.delete_messages(message_ids=[metadata.message_id, metadata.reply_to_message_id])
         object_store.delete(metadata.message_id)
-
-
-class TaskQueue:
-    """Asks a SuperNode or SuperLink that runs with ``--isolation process`` for tasks."""
-
-    _KINDS = ("flwr-clientapp", "flwr-serverapp")
-    """Flower names the kinds of task like the commands that run them."""
-
-    def __init__(self, address, root_certificates):
-        self._client = RuntimeHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates,
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
-        )
-        self._request = AcquireTaskRequest(supported_task_types=self._KINDS)
-
-    def next(self):
-        """Return kind and token of a task; None where there is none, or nobody can be reached."""
-        with suppress(httpx.TransportError):
-            response = self._client.AcquireTask(self._request)
-            if response.HasField("task") and response.token:
-                return response.task.type, response.token
-        return None

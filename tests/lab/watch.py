@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from aqg.sim.record import DROPPED
 APP = Path(__file__).parent / "digits_app"
 PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
 """What apps import."""
-
-Row = dict[str, Any]
 
 PATIENCE_SECONDS = 180.0
 """How long to wait for what must happen: much longer than it takes on a busy machine."""
@@ -54,59 +51,52 @@ class WatchedRun:
         rows = self.rows()
         return rows[-1]["round"] if rows else 0
 
-    def wait_for_round(self, number, seconds=PATIENCE_SECONDS):
+    def wait_for_round(self, number):
         """Wait until a round is written, and return it."""
-        row = self._wait(lambda row: row["round"] >= number, seconds, f"round {number}")
-        return row
+        return self._wait(number, lambda row: True, "its end")
 
-    def wait_for_incident(self, kinds, client, after, seconds=PATIENCE_SECONDS):
+    def wait_for_incident(self, kinds, client, after):
         """Wait until an incident is in the metrics of a round after ``after``; return the round.
 
         ``kinds`` are those of which one must happen, with ``|`` between.
         """
         wanted = set(kinds.split("|"))
-        row = self._wait(
-            lambda row: row["round"] > after and bool(wanted & incidents_of(row, client)),
-            seconds,
-            f"{kinds!r} of client {client} after round {after}",
-        )
-        return int(row["round"])
 
-    def wait_for_agreement(self, client, after, seconds=PATIENCE_SECONDS):
+        def happened(row):
+            return wanted & incidents_of(row, client)
+
+        return self._wait(after + 1, happened, f"{kinds!r} of client {client}")["round"]
+
+    def wait_for_agreement(self, client, after):
         """Wait until a client's reply was taken with nothing to report; return the round.
 
         The server takes a reply only if its own copy of the client's mirror has the digest that
         the client says, so that is a round in which both mirrors were equal.
         """
-        row = self._wait(
-            lambda row: (
-                row["round"] > after
-                and row["widths"][client] != DROPPED
-                and not incidents_of(row, client)
-            ),
-            seconds,
-            f"agreement with client {client} after round {after}",
-        )
-        return int(row["round"])
 
-    def wait_for_clean_round(self, after, seconds=PATIENCE_SECONDS):
+        def agrees(row):
+            return row["widths"][client] != DROPPED and not incidents_of(row, client)
+
+        return self._wait(after + 1, agrees, f"agreement with client {client}")["round"]
+
+    def wait_for_clean_round(self, after):
         """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
-        return self._wait(
-            lambda row: row["round"] > after and is_clean(row), seconds, f"clean after {after}"
-        )
+        return self._wait(after + 1, is_clean, "a clean round")
 
     def order(self, client, deed):
         """Tell a client how to misbehave with its next upload."""
-        state = self.deployment.state_directory(client)
-        state.parent.mkdir(parents=True, exist_ok=True)
-        partial = state.with_name(f"{state.name}.partial")
+        path = self._order_of(client)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
         partial.write_text(deed)
-        partial.rename(state.with_name(f"{state.name}.order"))
+        partial.rename(path)
 
     def has_order(self, client):
         """Whether a client has not misbehaved yet, as it was told to."""
-        state = self.deployment.state_directory(client)
-        return state.with_name(f"{state.name}.order").exists()
+        return self._order_of(client).exists()
+
+    def _order_of(self, client):
+        return self.deployment.state_directory(client).with_suffix(".order")
 
     def mirrors_agree(self, client):
         """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
@@ -152,23 +142,23 @@ class WatchedRun:
         )
         return book, arrays["copy_digest"].tobytes(), stores
 
-    def mirrors_settle(self, client, seconds=PATIENCE_SECONDS):
+    def mirrors_settle(self, client):
         """Whether the mirrors agree once the client has done what it was about to do."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_SECONDS
         while not (agree := self.mirrors_agree(client)) and time.monotonic() < end:
             time.sleep(0.1)
         return agree
 
-    def _wait(self, holds, seconds, what):
-        end = time.monotonic() + seconds
-        while True:
+    def _wait(self, first, holds, what):
+        """Return the first round from ``first`` on of which something holds."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
             for row in self.rows():
-                if holds(row):
+                if row["round"] >= first and holds(row):
                     return row
-            if time.monotonic() > end:
-                seen = [(row["round"], row.get("incidents")) for row in self.rows()[-5:]]
-                raise AssertionError(f"waited {seconds} s for {what}; last rounds: {seen}")
             time.sleep(0.05)
+        seen = [(row["round"], row.get("incidents")) for row in self.rows()[-5:]]
+        raise AssertionError(f"waited for {what} from round {first} on; last rounds: {seen}")
 
 
 def incidents_of(row, client):

@@ -12,10 +12,16 @@ import os
 import time
 from pathlib import Path
 
+import httpx
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+
 from tests.lab.processes import run_command
-from tests.lab.repairs import TaskQueue
 
 POLL_SECONDS = 0.1
+KINDS = ("flwr-clientapp", "flwr-serverapp")
+"""Flower names the kinds of task like the commands that run them."""
 
 
 def main():
@@ -25,16 +31,20 @@ def main():
     parser.add_argument("--root-certificates", metavar="FILE", help="where that address has TLS")
     options = parser.parse_args()
     certificates, parent = options.root_certificates, os.getpid()
-    queue = TaskQueue(
-        options.runtime_api_address, Path(certificates).read_bytes() if certificates else None
+    client = RuntimeHttpClient.from_server_address(
+        server_address=options.runtime_api_address,
+        insecure=certificates is None,
+        root_certificates=Path(certificates).read_bytes() if certificates else None,
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec")],
     )
     security = ["--root-certificates", certificates] if certificates else ["--insecure"]
     address = ["--runtime-api-address", options.runtime_api_address, "--parent-pid", str(parent)]
     while True:
-        found = queue.next()
-        if found is not None and os.fork() == 0:
-            kind, token = found
-            run_command([kind, *address, "--token", token, *security], {}, None, parent)
+        with contextlib.suppress(httpx.TransportError):  # nobody can be reached
+            found = client.AcquireTask(AcquireTaskRequest(supported_task_types=KINDS))
+            if found.HasField("task") and found.token and os.fork() == 0:
+                command = [found.task.type, *address, "--token", found.token, *security]
+                run_command(command, {}, None, parent)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -78,12 +79,7 @@ def simulate(case, engine=FastSimulation):
     """Make the simulation that a case names: recipe, setting, optimizer and precision."""
     name, setting, optimizer, dtype = case.split("/")
     training, dropout = SETTINGS[setting]
-    training = Training(
-        local=training.local,
-        optimizer=make_optimizer(optimizer),
-        weighting=training.weighting,
-        participation=training.participation,
-    )
+    training = replace(training, optimizer=make_optimizer(optimizer))
     recipe = make_recipe(name, max_staleness=6)
     return engine(problem(dtype), recipe, STEPS[optimizer], dropout, 7, training=training)
 

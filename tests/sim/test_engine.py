@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from aqg.core.grids import Grid, affine, grid_step, value_table
 from aqg.core.kernels import add_levels, measure, move_mirror, quantize
 from aqg.core.recipes import make_recipe
+from aqg.errors import ConfigError
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
 from aqg.sim.backends import NumpyBackend, cut, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Dropout
+from aqg.sim.training import Dropout, LocalTraining
 
 from tests.problems import (
     assert_same,
@@ -45,8 +46,7 @@ def test_torch_takes_the_same_decisions(recipe, setting):
 
 @pytest.mark.parametrize(("recipe", "setting"), settings("paper", "condensed", "dog, exact"))
 def test_cuda_takes_the_same_decisions(recipe, setting):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
+    if not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("no CUDA device here")
     arguments, options = in_setting(recipe, setting)
     check_torch(*arguments, **options, rounds=60, device="cuda")
@@ -152,32 +152,23 @@ def test_threads_follow_the_setting_that_blas_follows(setting, expected, monkeyp
     assert num_threads() == expected
 
 
-def uneven_rows(length, dtype):
-    """Rows of all magnitudes, one of them zero and one with a NaN."""
-    random = np.random.default_rng(3)
-    rows = random.standard_normal((5, length)) * 10.0 ** random.integers(-9, 9, (5, 1))
-    rows[3] = 0
-    rows[4, 7] = np.nan
-    return rows.astype(dtype)
-
-
-def compare_statistics(found, rows, grid):
-    expected = measure(rows, grid, 4)
-    assert found.in_range.tolist() == expected.in_range.tolist() == [True] * 4 + [False]
-    tolerance = 1e-5 if rows.dtype == np.float32 else 1e-12
-    for name in ("steps", "errors", "squared_norm", "quantized_norm"):
-        ours, theirs = getattr(expected, name)[:4], getattr(found, name)[:4]
-        assert theirs == pytest.approx(ours, rel=tolerance, abs=1e-300), name
-
-
 @pytest.mark.parametrize("grid", list(Grid))
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_torch_measures_the_same(grid, dtype):
+    """Rows of all magnitudes, one of them zero and one with a NaN."""
     torch = pytest.importorskip("torch")
     from aqg.sim.torch_backend import measure_rows
 
-    rows = uneven_rows(1000, dtype)
-    compare_statistics(measure_rows(torch.tensor(rows), grid, 4), rows, grid)
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((5, 1000)) * 10.0 ** random.integers(-9, 9, (5, 1))
+    rows[3], rows[4, 7] = 0, np.nan
+    rows = rows.astype(dtype)
+    expected, found = measure(rows, grid, 4), measure_rows(torch.tensor(rows), grid, 4)
+    assert found.in_range.tolist() == expected.in_range.tolist() == [True] * 4 + [False]
+    for name in ("steps", "errors", "squared_norm", "quantized_norm"):
+        ours, theirs = getattr(expected, name)[:4], getattr(found, name)[:4]
+        tolerance = 1e-5 if dtype == np.float32 else 1e-12
+        assert theirs == pytest.approx(ours, rel=tolerance, abs=1e-300), name
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -209,9 +200,9 @@ def test_pieces_have_the_losses_and_gradients_of_whole_clients(scaling):
 
     random = np.random.default_rng(4)
     objective = make_objective("softmax", 7, 3, 0.2, scaling)
-    sizes = [1100, 512, 3, 700]
     clients = [
-        Samples(random.standard_normal((size, 7)), random.integers(0, 3, size)) for size in sizes
+        Samples(random.standard_normal((size, 7)), random.integers(0, 3, size))
+        for size in (1100, 512, 3, 700)
     ]
     params = random.standard_normal(objective.num_params)
     pieces = cut(clients, objective.sample_weight, torch.tensor)
@@ -221,3 +212,60 @@ def test_pieces_have_the_losses_and_gradients_of_whole_clients(scaling):
         loss, gradient = objective.losses_and_gradients(params, *samples)
         assert losses[client].item() == pytest.approx(loss, rel=1e-12)
         assert gradients[client].numpy() == pytest.approx(gradient, rel=1e-10, abs=1e-12)
+
+
+SIZES = (40, 7, 23, 16)
+TRAININGS = {
+    "steps": LocalTraining(8, steps=5, rate=0.3),
+    "more steps than a pass": LocalTraining(16, steps=6, rate=0.3),
+    "epochs": LocalTraining(8, epochs=2, rate=0.3),
+    "batches larger than clients": LocalTraining(64, steps=3, rate=0.3),
+}
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.2])
+@pytest.mark.parametrize("model", ["softmax", "mlp:5"])
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_together_as_alone(training, model, l2):
+    random = np.random.default_rng(5)
+    objective, torch = make_objective(model, 6, 3, l2, "mean"), pytest.importorskip("torch")
+    params = torch.tensor(objective.init_params(1))
+    features = torch.tensor(random.standard_normal((sum(SIZES), 6)))
+    labels = torch.tensor(random.integers(0, 3, sum(SIZES)))
+    starts = np.cumsum([0, *SIZES[:-1]]).tolist()
+    keys = [(3, client, 12) for client in range(len(SIZES))]
+    losses, updates = training.update_many(objective, params, features, labels, starts, SIZES, keys)
+    for m, (start, size) in enumerate(zip(starts, SIZES, strict=True)):
+        own = slice(start, start + size)
+        loss, update = training.update(objective, params, features[own], labels[own], keys[m])
+        assert float(losses[m]) == pytest.approx(float(loss), rel=1e-12)
+        np.testing.assert_allclose(updates[m], update, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("model", ["softmax", "mlp:5"])
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_clients_of_one_size_step_together_to_the_same_bits(training, model, dtype, monkeypatch):
+    monkeypatch.setattr("aqg.sim.backends._TOGETHER_BYTES", 1000)  # so that it takes several pieces
+    random = np.random.default_rng(5)
+    objective = make_objective(model, 6, 3, 0.2, "mean")
+    params = objective.init_params(1).astype(dtype)
+    clients = tuple(
+        Samples(random.standard_normal((size, 6)).astype(dtype), random.integers(0, 3, size))
+        for size in (20, 20, 7, 20, 20, 20, 20, 20)
+    )
+    backend = NumpyBackend(Problem(objective, clients, params))
+    for present in (np.arange(8), np.array([0, 2, 3, 5, 7])):
+        keys = [(3, client, 12) for client in present.tolist()]
+        losses, updates = backend.local_updates(training, params, present, keys)
+        for place, client in enumerate(present):
+            loss, update = training.update(objective, params, *clients[client], keys[place])
+            assert losses[place].tobytes() == loss.tobytes()
+            assert updates[place].tobytes() == update.tobytes()
+
+
+def test_models_must_fit_the_clients():
+    objective = make_objective("softmax", 6, 3, 0.0, "mean")
+    given = np.zeros((4, 5, 6)), np.zeros((4, 5), np.int64), np.ones((4, 5))
+    with pytest.raises(ConfigError, match=r"\(3, 21\); features of shape \(4, 5, 6\)"):
+        objective.weighted_losses_and_gradients(np.zeros((3, 21)), *given)

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from aqg.core.recipes import RECIPES
 from aqg.sim.reference import ReferenceSimulation
 
-from tests.sim.record_runs import FILE, OPTIMIZERS, SETTINGS, play, simulate
+from tests.problems import soak
+from tests.sim.record_runs import FILE, SETTINGS, cases, play, simulate
 
 
 @cache
@@ -27,21 +27,12 @@ def expect(case, result):
         assert result["models"] == expected["models"], case
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_the_engine_does_what_it_did(name):
-    for setting in ("sampled", "dropouts"):
-        case = f"{name}/{setting}/sgd/float64"
-        expect(case, play(simulate(case)))
+PUSHED = tuple(f"/{setting}/sgd/float64" for setting in ("sampled", "dropouts"))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_the_engine_does_what_it_did_in_every_setting(name, dtype):
-    for setting in SETTINGS:
-        for optimizer in OPTIMIZERS if dtype == "float64" else OPTIMIZERS[:1]:
-            case = f"{name}/{setting}/{optimizer}/{dtype}"
-            expect(case, play(simulate(case)))
+@pytest.mark.parametrize("case", [c if c.endswith(PUSHED) else soak(c) for c in cases()])
+def test_the_engine_does_what_it_did(case):
+    expect(case, play(simulate(case)))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -91,10 +91,8 @@ def test_losses_are_those_of_the_model_that_was_broadcast():
     record = simulation.run_round()
     assert record.loss == before
     assert simulation.run_round(evaluate=False).loss is None
-    exact = [
-        float(problem.objective.losses(problem.initial_params, *client))
-        for client in problem.clients
-    ]
+    start = problem.initial_params
+    exact = [problem.objective.losses(start, *client) for client in problem.clients]
     assert before == pytest.approx(np.mean(exact))
 
 
@@ -103,12 +101,12 @@ def test_a_client_with_nan_is_reported_and_the_others_go_on():
     broken = problem.clients[1]
     broken.features[4, 2] = np.nan
     simulation = ReferenceSimulation(problem, make_recipe("lean"), ALPHA)
-    records = [simulation.run_round() for _ in range(5)]
-    for record in records:
+    for number in range(5):
+        record = simulation.run_round()
         ((client, fault),) = record.faults
         assert client == 1
         assert "non-finite" in fault
         assert record.widths[1] == 0
-    assert records[0].widths[0] > 0
+        assert number > 0 or record.widths[0] > 0
     assert np.isfinite(simulation.parameters).all()
     assert not simulation.clients[1].track.position.any()

@@ -1,0 +1,126 @@
+"""Settings that cannot be are refused in one line that names them."""
+
+import pytest
+
+from aqg.core.downlink import make_downlink
+from aqg.core.optimizers import Adam, Momentum, make_optimizer
+from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import make_step
+from aqg.errors import ConfigError
+from aqg.runs.config import resolve
+from aqg.sim.training import Dropout, LocalTraining, Training
+
+
+def configure(**settings):
+    return resolve({"recipe": "auto", **settings})
+
+
+SPECS = {
+    make_recipe: {
+        "nope": "unknown recipe 'nope'; choose from aqg, aqg-2",
+        "lean:zeta=1": "no option 'zeta'; it has: xi, eta",
+        "lean:eta=much": "'much'; it must be a number",
+        "auto:noise=0": "noise is 0.0; it must be above 0 and finite",
+        "auto:noise=-1": "noise is -1.0; it must be above 0 and finite",
+        "auto:noise=inf": "noise is inf; it must be above 0 and finite",
+        "auto:noise=nan": "noise is nan; it must be above 0 and finite",
+        "auto:share=-0.1": "share is -0.1",
+        "auto:share=1.1": "share is 1.1",
+        "auto:share=nan": "share is nan",
+        "stc:keep=0": "keep is 0.0; it must be above 0 and at most 1",
+        "topk:keep=1.5": "keep is 1.5",
+        "ef21-m:eta=0": "eta is 0.0; it must be above 0 and at most 1",
+        "clag:zeta=-1": "zeta is -1.0; it must be at least 0",
+        "clag:zeta=nan": "zeta is nan",
+        "fedpaq:levels=2.5": "levels is 2.5; it must be a whole number in 1..32767",
+        "fedpaq:levels=nan": "levels is nan",
+        "eden:unbiased=2": "unbiased is 2.0; it must be 0 or 1",
+        "aquila:beta=-1": "must be non-empty and not negative",
+        "dadaquant:q=3": "q is 3; it must be a power of two in 1..16384",
+        "dadaquant:q=1.5": "q is 1.5; it must be a whole number",
+        "dadaquant:phi=1": "phi is 1; it must be in 2..10000",
+        "dadaquant:phi=nan": "phi is nan; it must be a whole number",
+        "dadaquant:psi=1": "psi is 1.0; it must be at least 0 and below 1",
+        "fp16:keep=1": "has no option 'keep'",
+        "qsgd:bucket=0.5": "bucket is 0.5 with 4 bits",
+    },
+    make_step: {
+        "long": "unknown step 'long'; choose from auto, fixed, dog",
+        "dog:long=1": "step 'dog' has no option 'long'; it has: average, first, widest, most",
+        "dog:most=0": "most is 0.0; it must be above 0 and finite",
+        "dog:widest=x": "option widest of step 'dog' is 'x'; it must be a number",
+        "dog:widest=inf": "widest is inf; it must be above 0 and finite",
+        "dog:first=0": "first is 0.0; it must be above 0 and finite",
+        "dog:first=nan": "first is nan; it must be above 0 and finite",
+        "fixed:most=1": "step 'fixed' has no option 'most'; it has: average",
+        "fixed:average=-1": "average is -1.0; it must be at least 0 and finite",
+    },
+    make_downlink: {
+        "half": "unknown downlink 'half'",
+        "condensed:c=1": "has no option 'c'",
+        "condensed:tolerance=-1": "tolerance is -1",
+        "condensed:ratio=0": "ratio is 0",
+        "condensed:bits=9": "bits is 9",
+    },
+    make_optimizer: {
+        "lion": "unknown optimizer 'lion'; choose from sgd, momentum",
+        "sgd:beta=1": "optimizer 'sgd' has no option 'beta'; it has: none",
+        "adam:b1=x": "option b1 of optimizer 'adam' is 'x'; it must be a number",
+    },
+}
+ARGUMENTS = [
+    (make_recipe, {"spec": "lean", "max_staleness": 0}, "max_staleness is 0; it must be at least"),
+    (make_recipe, {"spec": "laq", "bits": 0}, "bits is 0; it must be in 1..16"),
+    (make_recipe, {"spec": "laq", "bits": 17}, "bits is 17"),
+    (make_recipe, {"spec": "qsgd", "bits": 1}, "at least 2 bits"),
+    *((Dropout, {"rate": r}, "at least 0 and below 1") for r in (-0.1, 1.0, 1.5, float("nan"))),
+    *(
+        (Dropout, {"absences": (absence,)}, "absence of client")
+        for absence in ((-1, 1, 2), (0, 0, 2), (0, 3, 2))
+    ),
+    (LocalTraining, {"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+    (LocalTraining, {"steps": 0}, "local_steps is 0; it must be at least 1"),
+    (LocalTraining, {"epochs": -1}, "local_epochs is -1; it must be at least 1"),
+    (LocalTraining, {"steps": 2, "epochs": 2}, "local_steps is 2 and local_epochs 2; give one"),
+    (LocalTraining, {"rate": 0.0}, "local_rate is 0.0; it must be above 0"),
+    (Training, {"weighting": "size"}, "unknown weighting 'size'; choose from equal, samples"),
+    (Training, {"participation": 0.0}, "participation is 0.0; it must be above 0 and at"),
+    (Training, {"participation": 1.5}, "participation is 1.5; it must be above 0 and at"),
+    (Momentum, {"beta": 1.0}, "beta is 1.0; it must be at least 0 and below 1"),
+    (Adam, {"b2": -0.1}, "b2 is -0.1; it must be at least 0 and below 1"),
+    (Adam, {"eps": 0.0}, "eps is 0.0; it must be above 0"),
+    (configure, {"batch_size": 2.5}, "batch_size is 2.5; it must be a whole number"),
+    (configure, {"local_steps": 0}, "local_steps is 0; it must be at least 1"),
+    (configure, {"optimizer": 3}, "optimizer is 3; it must be a text"),
+    (configure, {"participation": "half"}, "participation is 'half'; it must be a numb"),
+    (configure, {"optimizer": "adam:b1=2"}, "b1 is 2.0; it must be at least 0"),
+    (configure, {"scaling": "sum", "batch_size": 5}, "batch_size is 5 with scaling sum"),
+    (configure, {"scaling": "sum", "weighting": "samples"}, "with scaling sum"),
+    (configure, {"buffer_size": 3}, "buffer_size is 3 without speeds"),
+    (configure, {"link_mbit": 2.0}, "link_mbit is 2.0 without speeds"),
+    (configure, {"speeds": "equal", "buffer_size": 0}, "buffer_size is 0; it must be at least 1"),
+    (
+        configure,
+        {"speeds": "equal", "buffer_size": 11, "local_steps": 2},
+        "buffer_size is 11; it must be in 1..10",
+    ),
+    (configure, {"speeds": "equal", "buffer_size": 3}, "mirror of every client"),
+    (configure, {"speeds": "equal", "buffer_size": 3, "recipe": "laq"}, "mirror of every client"),
+    (configure, {"speeds": "walk"}, "unknown speeds 'walk'; choose from equal, lognormal, strag"),
+    (configure, {"speeds": "lognormal:sigma=-1"}, "sigma is -1; it must be at least 0"),
+    (configure, {"speeds": "equal:seconds=0"}, "seconds is 0; it must be above 0"),
+    (configure, {"speeds": "stragglers:share=2"}, "share is 2; it must be at least 0 and at most"),
+    (configure, {"speeds": "equal", "outages": "random:chance=nan"}, "chance is nan"),
+    (configure, {"speeds": "equal", "link_mbit": -1.0}, "link_mbit is -1.0; it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [(m, *case) for m, cases in SPECS.items() for case in cases.items()] + ARGUMENTS,
+)
+def test_bad_settings_are_named(make, given, message):
+    with pytest.raises(ConfigError) as caught:
+        make(given) if isinstance(given, str) else make(**given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
