@@ -301,7 +301,6 @@ class _Client:
         self._held: Held | None = None
 
     def _first(self) -> Values | None:
-        """Return the site's own first model."""
         return _arrays(read_tensors(Path(self._own.first))) if self._own.first else None
 
     def announce(self, fl_ctx: FLContext) -> None:
@@ -365,7 +364,6 @@ class _Memory(Memory):
         return self._note.read_text() if self._note.exists() else ""
 
     def torch_types(self) -> dict[str, str]:
-        """Return the types of tensors of the model that are torch's."""
         return dict(json.loads(self._types.read_text())) if self._types.exists() else {}
 
     def note(self, held: Held, types: Mapping[str, str] | None) -> None:
@@ -380,7 +378,6 @@ class _Memory(Memory):
         self._note.write_text(f"{run} {held.order.round}")
 
     def forget(self) -> None:
-        """Forget the model."""
         self._note.unlink(missing_ok=True)
 
 

@@ -66,7 +66,6 @@ class PublicCopy(NamedTuple):
         return digest.digest()
 
     def digested(self) -> PublicCopy:
-        """Return the copy with its digest."""
         return self._replace(digest=xor(public_digest(self.public), self.beside_digest()))
 
     def without(self, names: Collection[str]) -> PublicCopy:
@@ -77,7 +76,6 @@ class PublicCopy(NamedTuple):
         return self._replace(digests=digests)
 
     def with_kept(self, tensors: Mapping[str, Tensor]) -> PublicCopy:
-        """Return the copy with other values of some kept tensors."""
         if not tensors:
             return self
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
@@ -93,7 +91,6 @@ class PublicCopy(NamedTuple):
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """Return the digest of a kept tensor."""
     data = np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<"))
     digest = hashlib.blake2b(f"{tensor.dtype} {tensor.shape}|".encode(), digest_size=DIGEST_BYTES)
     digest.update(data.reshape(-1).view(np.uint8).data)

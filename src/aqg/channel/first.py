@@ -60,8 +60,6 @@ def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
 
 
 class First(NamedTuple):
-    """A first model."""
-
     schema: Schema  # of all tensors
     layout: bytes  # which of them are in the vector
     message: bytes  # the vector

@@ -70,12 +70,10 @@ class Steps(NamedTuple):
     squares: tuple[float, ...] = ()
 
     def after(self, square: float) -> Steps:
-        """Return the steps with a new one."""
         return Steps((square, *self.squares)[:_STEPS])
 
     @property
     def mean(self) -> float:
-        """The mean of those known."""
         return sum(self.squares) / len(self.squares) if self.squares else 0.0
 
 

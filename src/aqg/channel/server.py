@@ -80,7 +80,6 @@ class Phase:
 
     @property
     def version(self) -> int:
-        """Of the public copy."""
         return self.copy.version
 
 
@@ -193,12 +192,10 @@ class Channel:
 
     @property
     def version(self) -> int:
-        """Of the public copy."""
         return self._copy.version
 
     @property
     def num_bytes(self) -> int:
-        """The length of the whole model."""
         return sum(tensor.nbytes for tensor in self._values.values())
 
     @property
@@ -292,13 +289,11 @@ class Channel:
         return merged or log.frame(position)
 
     def _kept_since(self, position: int) -> bytes:
-        """Return the kept tensors that have changed since a version."""
         names = [name for name, version in self._changed.items() if version > position]
         return encode_kept(self._copy.kept, names, self.schema, self._kinds) if names else b""
 
     @property
     def _noise(self) -> float:
-        """The noise that updates may carry."""
         return self._budget.noise
 
     def _beside(self) -> bytes:

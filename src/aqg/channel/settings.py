@@ -38,7 +38,6 @@ class Settings:
 
     @property
     def forgets(self) -> bool:
-        """Whether clients hold nothing between rounds."""
         return self.memory == "none"
 
     def make_recipe(self) -> Recipe:

@@ -54,8 +54,6 @@ class Stepping(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """How tensors travel."""
-
     kinds: Kinds  # of each
     own: frozenset[str] = frozenset()  # those that clients keep to themselves
     # second names of tensors, such as those of tied weights, and the first ones
@@ -109,7 +107,6 @@ class SteppingChannel(Channel):
         is_train: bool,
         as_it_is: bool = False,  # noqa: ARG002
     ) -> Phase:
-        """Return what is sent now."""
         if is_train:
             self._replies = {}
         return Phase(self, False, self._named(dict(self.copied())), self._copy)
@@ -122,7 +119,6 @@ class SteppingChannel(Channel):
 
     @property
     def whole_bytes(self) -> int:
-        """The length of what a node is sent that holds nothing."""
         _, velocity, direction = self._copy.public.vectors
         return self.num_bytes + int(velocity.nbytes + direction.nbytes)
 
@@ -132,7 +128,6 @@ class SteppingChannel(Channel):
         return set(self._positions)
 
     def reweigh(self, weights: Float64Array) -> None:
-        """Go on with other weights of clients."""
         if not np.array_equal(weights, self.book.weights):
             self.book.reweigh(weights)
 

@@ -87,7 +87,6 @@ class ModelLog:
         return self.first + len(self.entries)
 
     def append(self, entry: bytes) -> None:
-        """Add the entry of the round."""
         self.entries.append(entry)
         self._merger = None
         self._sums = {}
@@ -217,7 +216,6 @@ class ReadLog(ModelLog):
         self.positions = state.positions.copy()
 
     def state(self) -> LogState:
-        """Return all that is needed to go on."""
         positions, entries = self.positions.copy(), tuple(self.entries)
         return LogState(positions, self.first, entries, self.snapshot_round, self.snapshot)
 
@@ -276,7 +274,6 @@ class Publisher(ReadLog):
 
     @property
     def digest(self) -> bytes:
-        """The digest of the public model."""
         return self._digests[-1]
 
     def state(self) -> LogState:
