@@ -146,7 +146,8 @@ class SteppingChannel(Channel):
         public = book.public
         public = public.marked(mark_after(self._copy.public.mark, entry, public))
         copy = copy._replace(public=public).digested()
-        self._copy, self._values = copy, {**copy.values(self.schema), **self._beside_values()}
+        beside = {name: self._values[name] for name in self._travels()}  # before any rounding
+        self._copy, self._values = copy, {**copy.values(self.schema), **beside}
         if isinstance(how.downlink, Full):
             self._log = ModelLog(copy.version)
         self._cut()
@@ -229,10 +230,6 @@ class SteppingChannel(Channel):
     def _travels(self) -> list[str]:
         """Return the tensors that travel beside the vector."""
         return [name for name, k in self._kinds.items() if k in (Kind.HALF, Kind.EXACT)]
-
-    def _beside_values(self) -> dict[str, Tensor]:
-        """Return the tensors beside the vector as the server has them, before any rounding."""
-        return {name: self._values[name] for name in self._travels()}
 
     def _averaged_beside(self, taken: dict[int, Taken]) -> PublicCopy:
         """Average the tensors beside the vector; return the copy with them."""
