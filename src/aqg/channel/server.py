@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from aqg.channel.copies import PublicCopy
-from aqg.channel.first import First, choose_way
+from aqg.channel.copies import First, PublicCopy, choose_way
 from aqg.channel.publishing import condense, entry_of, measure_change
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (

@@ -68,7 +68,7 @@ class Order:
     statistics: bytes = b""  # of the server's module, as a frame; empty where none have changed
     noise: float = 1.0  # the scalar of `aqg.core.messages.Broadcast`
     updates: str = SAMPLED  # their kind, by which the recipe chooses: see `aqg.core.recipe`
-    # what a client starts from that holds nothing (`aqg.channel.first`); empty where it holds a
+    # what a client starts from that holds nothing (`aqg.channel.copies`); empty where it holds a
     # model, or receives it as a whole
     first: bytes = b""
 
