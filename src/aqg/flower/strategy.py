@@ -22,10 +22,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.settings import Settings as ChannelSettings
-from aqg.channel.stepping import Stepping, SteppingChannel
+from aqg.channel.stepping import Members, SteppingChannel
 from aqg.channel.tensors import Values
 from aqg.core.downlink import describe_downlink, resolve_downlink
 from aqg.core.recipe import Recipe
+from aqg.core.server import Step
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
 from aqg.flower.claims import CommonLoss, Roster, cap_shares, mean_metrics
@@ -319,16 +320,10 @@ class AQG(Strategy):
         rule = settings.make_step(recipe)
         roster = Roster(settings.num_clients, settings.trust_partition_id)
         training = settings.training()
-        stepping = Stepping(
-            settings.num_clients,
-            roster.client_of,
-            settings.step_size,
-            rule,
-            training.optimizer,
-            downlink,
-            settings.dropout,
-            training.num_sampled(settings.num_clients) / settings.num_clients,
-        )
+        sampled = training.num_sampled(settings.num_clients) / settings.num_clients
+        how = settings.dropout, sampled, training.optimizer, rule, downlink
+        step = Step(settings.step_size, *how)
+        members = Members(settings.num_clients, roster.client_of)
         tensors = model.schema.fingerprint
         about = len(model.schema.specs), "float32", settings.seed, tensors
         journal.open(
@@ -340,7 +335,7 @@ class AQG(Strategy):
             }
         )
         values = values_of(model.record)
-        channel = SteppingChannel(f"{journal.run}0", values, chosen, stepping, model.travel)
+        channel = SteppingChannel(f"{journal.run}0", values, chosen, members, step, model.travel)
         journal.restore(channel, roster)
         compressed = CompressedGrid(grid, chosen, run_name=journal.run)
         compressed.channels[ARRAYS] = channel
