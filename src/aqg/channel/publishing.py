@@ -30,12 +30,8 @@ _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
 FARTHEST = 1.0
 """How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
-
-
 _ROUNDING = 64.0
 """Averages of equal numbers are off by less than this many units in the last place."""
-
-
 _GRID_SHARE = 0.25
 """Part of the tolerance that is left to a choice of levels whose step is then rounded up to a power
 of two, at most to twice itself: the error, squared, to four times itself."""

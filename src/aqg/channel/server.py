@@ -47,13 +47,9 @@ from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors
 are compressed; whether the vector has a velocity; and whether the client is to hold nothing."""
-
-
 _CAUTION = 0.03
 """Recipes are told this part of the movement. A round of local training goes far: an update that is
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
-
-
 _MOST_SUMMED = 1 << 20
 """Coordinates of which replies are summed up; of larger models that many are a sample."""
 _STEPS = 10
