@@ -353,9 +353,7 @@ def _respond(
             order,
             num_params=size,
             dtype=dtype,
-            epoch=zero.epoch,
-            uploads=zero.uploads,
-            digest=zero.digest,
+            **zero._asdict(),
             fingerprint=fingerprint(recipe, size, dtype, order.seed, schema.fingerprint),
         )
     if held.is_forgotten:

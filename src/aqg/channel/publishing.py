@@ -78,12 +78,9 @@ def condense(
 ) -> tuple[AnyUpload | None, str]:
     """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
 
-    Args:
-        gap: the strategy's model less the public copy, flat; it is left as it was.
-        count: how many coordinates a sparse entry has; None: it is not to be sparse.
-        movement: ``‖θ^{k+1} - θ^k‖²`` of the strategy's model, the mean of the last few.
-        version: of the copy.
-        downlink: the settings.
+    The ``gap``, the strategy's model less the public copy, is left as it was; ``count`` is that of
+    a sparse entry's coordinates, None for one that is not, and ``movement`` the mean
+    ``‖θ^{k+1} - θ^k‖²`` of the last steps.
     """
     if count is not None:
         kept = largest_of(gap, min(count, len(gap)))

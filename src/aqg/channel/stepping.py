@@ -47,16 +47,7 @@ class Travel(NamedTuple):
 
 
 class SteppingChannel(Channel):
-    """One model of a run, which is made here.
-
-    Args:
-        run: names run and model.
-        values: the model to start from.
-        settings: of the user.
-        members: the clients.
-        step: how the server steps.
-        travel: how tensors travel.
-    """
+    """One model of a run, which is made here from the updates of ``members`` with a ``step``."""
 
     makes_model = True
 

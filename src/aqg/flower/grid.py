@@ -134,11 +134,7 @@ class Counts:
 class CompressedGrid(OuterGrid):
     """Compresses what passes through another grid.
 
-    Args:
-        grid: Flower's.
-        settings: what the user chose.
-        checks: of what else replies hold, beside updates.
-        run_name: names the run; by default at random.
+    ``checks`` are of what replies hold beside updates; without a ``run_name`` one is drawn.
     """
 
     def __init__(

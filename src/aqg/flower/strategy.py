@@ -142,9 +142,7 @@ class AQG(Strategy):
 
     @staticmethod
     def from_run_config(
-        run_config: Mapping[str, Any],
-        defaults: Mapping[str, Any] | None = None,
-        **options: Any,
+        run_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, **options: Any
     ) -> AQG:
         """Make the strategy that a run-config describes; keys that are not ours are left alone.
 

@@ -287,8 +287,7 @@ def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
 def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
     if not isinstance(known, Stamp):
         return form.optional
-    stamp = {"epoch": known.epoch, "uploads": known.uploads, "base_digest": known.digest}
-    return form.optional | stamp | {"digest": known.digest}
+    return form.optional | known._asdict() | {"base_digest": known.digest}
 
 
 def _told(message: Order | Reply, name: str) -> Any:
