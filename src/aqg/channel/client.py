@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy
-from aqg.channel.first import decode_first
+from aqg.channel.copies import PublicCopy, decode_first
 from aqg.channel.server import FORGETTING, MOVING, OPEN
 from aqg.channel.tensors import (
     Kind,
@@ -133,15 +132,17 @@ class Held(NamedTuple):
     @property
     def is_forgotten(self) -> bool:
         """Whether nothing of it is to be held when it was answered."""
-        return _is_forgotten(self.order)
+        return bool(self.order.layout[0] & FORGETTING)
 
     @property
     def is_completed(self) -> bool:
         """Whether some tensors are others than the order led to."""
-        return self.is_stepping and bool(self.beside().own or self.beside().aliases)
+        return bool(self.beside().own or self.beside().aliases)
 
     def beside(self) -> Beside:
         """Return what our own server says of the tensors beside the vector."""
+        if not self.is_stepping:
+            return Beside(frozenset(), frozenset(), {})
         reader, schema = Reader(self.order.constants), self.schema
         parts = [reader.take(schema.bitmap_bytes, "a choice of tensors") for _ in range(2)]
         travels, own = (frozenset(s.name for s in schema.chosen(p.tobytes())) for p in parts)
@@ -192,7 +193,7 @@ def receive(
         order = order_from_bytes(part, memory.terms())
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
-    store = None if _is_forgotten(order) else memory.copies(order.run)
+    store = None if order.layout[0] & FORGETTING else memory.copies(order.run)
     if order.first:
         try:
             whole = decode_first(order.first, start)
@@ -204,16 +205,10 @@ def receive(
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
     held = Held(replace(order, movement=movement), schema, values, made)
-    if held.is_completed:
-        beside = held.beside()
-        values = {**values, **{n: values[first] for n, first in beside.aliases.items()}}
-        own = memory.own(order.run).load() if beside.own else {}
-        held = held._replace(values={**values, **own})
+    beside = held.beside()
+    values |= {name: values[first] for name, first in beside.aliases.items()}
+    values |= memory.own(order.run).load() if beside.own else {}
     return held
-
-
-def _is_forgotten(order: Order) -> bool:
-    return bool(order.layout[0] & FORGETTING)
 
 
 def _open(
@@ -240,8 +235,7 @@ def _follow(
     layout = order.layout[1:]
     if whole is not None:
         copy, public = PublicCopy.of(whole, schema, layout), None
-        if order.constants:  # second names are not followed
-            copy = copy.without(Held(order, schema, {}, recipe).beside().aliases)
+        copy = copy.without(Held(order, schema, {}, recipe).beside().aliases)  # not followed
     else:
         assert held is not None
         copy = held.with_layout(schema, layout)
@@ -284,7 +278,7 @@ def reply_to(
     order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
     held = held._replace(values={})
     kinds = kinds_of(schema)
-    beside = held.beside() if held.is_stepping else Beside(frozenset(), frozenset(), {})
+    beside = held.beside()
     chosen = schema.chosen(order.layout[1:])
     inside = schema.names(order.layout[1:])
     changed = {
@@ -359,9 +353,7 @@ def _respond(
             order,
             num_params=size,
             dtype=dtype,
-            epoch=zero.epoch,
-            uploads=zero.uploads,
-            digest=zero.digest,
+            **zero._asdict(),
             fingerprint=fingerprint(recipe, size, dtype, order.seed, schema.fingerprint),
         )
     if held.is_forgotten:

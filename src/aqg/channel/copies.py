@@ -1,22 +1,56 @@
-"""The public copy of a model: what server and clients both hold.
+"""The public copy of a model, what both server and clients hold; and how a node gets the first.
 
 Tensors that are compressed are one vector, a public model (`aqg.core.public`), which is moved by
 the entries of a log (`aqg.wire.entry`). What else has changed is sent as it is now, whatever became
 of it in between. Both sides compare a digest of all of it in every round.
+
+A node that holds nothing starts from a first model in few bytes. Its compressed tensors travel as
+`aqg.start` has it, drawn from a seed, by a digest or rounded, and the server starts from exactly
+what it sent. With ``exact``, and where this would not be shorter, the whole model travels in the
+framework's own arrays. All is deflated:
+
+====================== =====================================================================
+rows                   number of bytes, a varint; JSON: name, shape and type of every tensor
+layout                 a bit for each: whether it is part of the vector
+message                number of bytes, a varint; the vector (`aqg.start`)
+others                 tensors as they are now (`aqg.channel.tensors`): all others, or with a digest
+                       those that have changed
+====================== =====================================================================
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from aqg.channel.tensors import Schema, Tensor, Values, flatten, unflatten
+from aqg.channel.tensors import (
+    Kind,
+    Schema,
+    Tensor,
+    Values,
+    decode_kept,
+    encode_kept,
+    flatten,
+    unflatten,
+)
+from aqg.core.downlink import AUTO
 from aqg.core.public import Public, at_rest
 from aqg.core.types import FloatArray
+from aqg.errors import WireError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES, public_digest, xor
+from aqg.start import OtherModelError, laws_of, pack, settle, unpack
+from aqg.wire.varint import Reader, write_part
+
+_MOST_BYTES = 1 << 36
+_MOST_BESIDE = 1 << 20
+"""Bytes of tensors that are not compressed, up to which a first model is drawn without asking."""
+_MOST_DRAWN = 1 << 22
+"""Values of a tensor, likewise: drawing takes some 50 bytes of memory for each."""
 
 
 class PublicCopy(NamedTuple):
@@ -66,7 +100,6 @@ class PublicCopy(NamedTuple):
         return digest.digest()
 
     def digested(self) -> PublicCopy:
-        """Return the copy with its digest."""
         return self._replace(digest=xor(public_digest(self.public), self.beside_digest()))
 
     def without(self, names: Collection[str]) -> PublicCopy:
@@ -77,7 +110,6 @@ class PublicCopy(NamedTuple):
         return self._replace(digests=digests)
 
     def with_kept(self, tensors: Mapping[str, Tensor]) -> PublicCopy:
-        """Return the copy with other values of some kept tensors."""
         if not tensors:
             return self
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
@@ -93,8 +125,96 @@ class PublicCopy(NamedTuple):
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """Return the digest of a kept tensor."""
     data = np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<"))
     digest = hashlib.blake2b(f"{tensor.dtype} {tensor.shape}|".encode(), digest_size=DIGEST_BYTES)
     digest.update(data.reshape(-1).view(np.uint8).data)
     return digest.digest()
+
+
+def choose_way(way: str, values: Values, schema: Schema, layout: bytes) -> str:
+    """Return how the first model travels where that is left open.
+
+    It is drawn where all of its tensors look freshly drawn themselves: none would notice.
+    """
+    if way != AUTO:
+        return way
+    specs, inside = schema.chosen(layout), schema.names(layout)
+    beside = sum(t.nbytes for name, t in values.items() if name not in inside)
+    is_layered = any(len(spec.shape) > 1 for spec in specs)
+    is_large = beside > _MOST_BESIDE or any(spec.size > _MOST_DRAWN for spec in specs)
+    if not is_layered or is_large:
+        return "exact"
+    laws = laws_of(flatten(values, specs), [(spec.name, spec.shape) for spec in specs])
+    return "exact" if None in laws else "seed"
+
+
+class First(NamedTuple):
+    schema: Schema  # of all tensors
+    layout: bytes  # which of them are in the vector
+    message: bytes  # the vector
+    held: Values | None  # the vector itself where the message is its digest
+
+    @staticmethod
+    def of(way: str, values: Values, schema: Schema, layout: bytes, seed: int) -> First | None:
+        """Return the first model that travels in some way; None where it does as a whole."""
+        if way == "exact":
+            return None
+        specs = schema.chosen(layout)
+        shapes, vector = [(spec.name, spec.shape) for spec in specs], flatten(values, specs)
+        if way == "digest":
+            return First(schema, layout, pack(vector, shapes, way), unflatten(vector, specs))
+        return First(schema, layout, settle(vector, shapes, way, seed=seed)[1], None)
+
+    def values(self, others: Values) -> Mapping[str, Tensor]:
+        """Return the tensors that it stands for, and others that are not part of the vector."""
+        held = self.held or _read(self.schema, self.layout, self.message, lambda: None)
+        return {**others, **held}
+
+    def encode(self, kept: Values, changed: Iterable[str]) -> bytes:
+        """Write it, with tensors that are not compressed as they are now."""
+        others = set(kept) - self.schema.names(self.layout)
+        chosen = set(changed) if self.held is not None else {*changed, *others}
+        rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
+        exact = dict.fromkeys(self.schema.places, Kind.EXACT)
+        parts = [write_part(rows), self.layout, write_part(self.message)]
+        parts.append(encode_kept(kept, chosen & set(kept), self.schema, exact))
+        return zlib.compress(b"".join(parts), 9)
+
+
+def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, Tensor]:
+    """Return the tensors that `First.encode` wrote.
+
+    Args:
+        data: the bytes.
+        start: returns the node's own first model; None where it has none.
+
+    Raises `OtherModelError` where they are the digest of another model than that, and `WireError`
+    on anything else.
+    """
+    decoder = zlib.decompressobj()
+    try:
+        reader = Reader(decoder.decompress(data, _MOST_BYTES), "the first model")
+        schema = Schema(json.loads(reader.part("its rows").tobytes()))
+    except (zlib.error, ValueError, TypeError) as error:
+        raise WireError(f"the first model cannot be read: {error}") from None
+    layout = reader.take(schema.bitmap_bytes, "its layout").tobytes()
+    found = _read(schema, layout, reader.part("its vector").tobytes(), start)
+    found |= decode_kept(reader.rest().tobytes(), schema)
+    own = start() if len(found) < len(schema.specs) else None
+    missing = [spec.name for spec in schema.specs if spec.name not in found]
+    if missing and (own is None or not schema.fits(own)):
+        raise WireError(f"the first model has no tensor {missing[0]!r}")
+    found |= {name: schema.cast(own or {})[name] for name in missing}
+    return {spec.name: found[spec.name] for spec in schema.specs}
+
+
+def _read(
+    schema: Schema, layout: bytes, message: bytes, start: Callable[[], Values | None]
+) -> dict[str, Tensor]:
+    specs = schema.chosen(layout)
+    own, held = start(), None
+    if own is not None:
+        if not schema.fits(own):
+            raise OtherModelError("the first model held here has other tensors than the server's")
+        held = flatten(schema.cast(own), specs)
+    return unflatten(unpack(message, *schema.vector_of(layout), held), specs)

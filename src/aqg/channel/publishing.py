@@ -10,7 +10,6 @@ tolerance of the model. What is left out stays in the difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,18 +28,10 @@ from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
 _FIRST = np.arange(1)
-_STEPS = 10
-"""How many past steps the tolerance looks at."""
-
-
 FARTHEST = 1.0
 """How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
-
-
 _ROUNDING = 64.0
 """Averages of equal numbers are off by less than this many units in the last place."""
-
-
 _GRID_SHARE = 0.25
 """Part of the tolerance that is left to a choice of levels whose step is then rounded up to a power
 of two, at most to twice itself: the error, squared, to four times itself."""
@@ -64,21 +55,6 @@ def entry_of(public: Public, upload: AnyUpload | None, gap: FloatArray) -> Entry
     return entry._replace(position=snapped, quantum=None if quantum == public.quantum else quantum)
 
 
-class Steps(NamedTuple):
-    """How far the model moved lately: ``‖θ^{k+1} - θ^k‖²``, newest first."""
-
-    squares: tuple[float, ...] = ()
-
-    def after(self, square: float) -> Steps:
-        """Return the steps with a new one."""
-        return Steps((square, *self.squares)[:_STEPS])
-
-    @property
-    def mean(self) -> float:
-        """The mean of those known."""
-        return sum(self.squares) / len(self.squares) if self.squares else 0.0
-
-
 def measure_change(
     values: Values, before: Values, specs: Sequence[TensorSpec], dtype: str
 ) -> tuple[float, int]:
@@ -98,16 +74,13 @@ def measure_change(
 
 
 def condense(
-    gap: FloatArray, count: int | None, steps: Steps, version: int, downlink: Condensed
+    gap: FloatArray, count: int | None, movement: float, version: int, downlink: Condensed
 ) -> tuple[AnyUpload | None, str]:
     """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
 
-    Args:
-        gap: the strategy's model less the public copy, flat; it is left as it was.
-        count: how many coordinates a sparse entry has; None: it is not to be sparse.
-        steps: how far the model moved.
-        version: of the copy.
-        downlink: the settings.
+    The ``gap``, the strategy's model less the public copy, is left as it was; ``count`` is that of
+    a sparse entry's coordinates, None for one that is not, and ``movement`` the mean
+    ``‖θ^{k+1} - θ^k‖²`` of the last steps.
     """
     if count is not None:
         kept = largest_of(gap, min(count, len(gap)))
@@ -117,12 +90,12 @@ def condense(
         whole = gap[kept]
         value = value_table(sparse.grid, sparse.width, sparse.step, gap.dtype.type)
         gap[kept] -= value[sparse.levels[kept]]
-        is_near = squared_norm(gap) <= FARTHEST * steps.mean
+        is_near = squared_norm(gap) <= FARTHEST * movement
         gap[kept] = whole
         if is_near:
             return sparse, ""
         del sparse
-    tolerance = _GRID_SHARE * downlink.tolerance * steps.mean
+    tolerance = _GRID_SHARE * downlink.tolerance * movement
     terms = Terms(tolerance, np.zeros(1, np.int64), (0, 0, version))
     uploads, found = correct(_SPACE, downlink.of_velocity, None, _FIRST, gap[None], terms)
     fault = describe_fault(gap) if len(found.faulty) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,9 +11,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from aqg.channel.copies import PublicCopy
-from aqg.channel.first import First, choose_way
-from aqg.channel.publishing import Steps, condense, entry_of, measure_change
+from aqg.channel.copies import First, PublicCopy, choose_way
+from aqg.channel.publishing import condense, entry_of, measure_change
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     Kind,
@@ -39,7 +39,6 @@ from aqg.core.public import Entry, advance
 from aqg.core.server import Peer
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
-from aqg.objectives.layout import TensorSpec
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
@@ -48,15 +47,13 @@ from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors
 are compressed; whether the vector has a velocity; and whether the client is to hold nothing."""
-
-
 _CAUTION = 0.03
 """Recipes are told this part of the movement. A round of local training goes far: an update that is
 out of date by as much as the model moves, which a gradient may be, makes the model swing."""
-
-
 _MOST_SUMMED = 1 << 20
 """Coordinates of which replies are summed up; of larger models that many are a sample."""
+_STEPS = 10
+"""How many past steps the tolerance of an entry looks at."""
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
@@ -80,7 +77,6 @@ class Phase:
 
     @property
     def version(self) -> int:
-        """Of the public copy."""
         return self.copy.version
 
 
@@ -182,7 +178,7 @@ class Channel:
         self._informed: dict[int, bytes] = {}  # layouts of orders whose terms nodes have
         self._numbers: dict[int, int] = {}
         self._peers: dict[int, tuple[bytes, Peer]] = {}
-        self._steps = Steps()
+        self._squares: deque[float] = deque(maxlen=_STEPS)  # of the strategy's last steps
         self._sums: dict[bytes, tuple[FloatArray, int]] = {}
         self._senders = 1
         self._num_sent = 0
@@ -193,12 +189,10 @@ class Channel:
 
     @property
     def version(self) -> int:
-        """Of the public copy."""
         return self._copy.version
 
     @property
     def num_bytes(self) -> int:
-        """The length of the whole model."""
         return sum(tensor.nbytes for tensor in self._values.values())
 
     @property
@@ -216,14 +210,19 @@ class Channel:
         if is_news:
             values = self.schema.cast(given)
             is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
-            self.fault = self._find_fault(values) if is_news else ""
+            changing = (n for n, k in self._kinds.items() if is_news and k is not Kind.STILL)
+            bad = (name for name in changing if not is_finite(values[name]))
+            self.fault = next((f"tensor {name!r} holds NaN or infinity" for name in bad), "")
         if self.fault:
             values, is_news = self._values, False
         self._given = given
         layout = self._next_layout()
         is_repeated = is_train and self._trained == self._copy.version
         if as_it_is and is_news:
-            self._become(values)
+            version = self._copy.version + 1
+            self._copy = PublicCopy.of(values, self.schema, self._copy.layout, version).digested()
+            self._values = values
+            self._log = ModelLog(version, merges=True)
         elif is_news or layout is not None or is_repeated:
             self._advance(values, layout, is_news)
         if is_train:
@@ -256,9 +255,7 @@ class Channel:
             incarnation=self.incarnation,
             round=copy.version,
             client=self._number(place),
-            epoch=stamp.epoch,
-            uploads=stamp.uploads,
-            digest=stamp.digest,
+            **stamp._asdict(),
             evaluate=evaluate,
             layout=self._flagged(self._is_open, copy),
             constants=self._beside(),
@@ -292,13 +289,11 @@ class Channel:
         return merged or log.frame(position)
 
     def _kept_since(self, position: int) -> bytes:
-        """Return the kept tensors that have changed since a version."""
         names = [name for name, version in self._changed.items() if version > position]
         return encode_kept(self._copy.kept, names, self.schema, self._kinds) if names else b""
 
     @property
     def _noise(self) -> float:
-        """The noise that updates may carry."""
         return self._budget.noise
 
     def _beside(self) -> bytes:
@@ -375,7 +370,9 @@ class Channel:
         beside = reply.statistics or phase.copy.layout
         layout, rest = beside[:length], beside[length:]
         inside = self.schema.names(layout)
-        self._check_layout(layout, phase)
+        told = self.schema.names(phase.copy.layout)
+        if inside != told and not (phase.is_open and inside < told):
+            raise MessageError("it compressed other tensors than it was told to")
         kept = decode_kept(rest, self.schema) if rest else {}
         for name, tensor in kept.items():
             if name in inside:
@@ -435,20 +432,6 @@ class Channel:
         for name, tensor in values.items():
             yield name, moving.get(name, tensor)
 
-    def _find_fault(self, values: dict[str, Tensor]) -> str:
-        """Say what of a model cannot be sent; empty where everything can."""
-        for name, tensor in values.items():
-            if self._kinds[name] is not Kind.STILL and not is_finite(tensor):
-                return f"tensor {name!r} holds NaN or infinity"
-        return ""
-
-    def _check_layout(self, layout: bytes, phase: Phase) -> None:
-        if layout == phase.copy.layout:
-            return
-        extra = int.from_bytes(layout, "little") & ~int.from_bytes(phase.copy.layout, "little")
-        if not phase.is_open or extra:
-            raise MessageError("it compressed other tensors than it was told to")
-
     def _peer(self, place: int, layout: bytes) -> Peer:
         known = self._peers.get(place)
         if known is not None and known[0] == layout:
@@ -468,13 +451,6 @@ class Channel:
         layout = self.schema.bitmap(wanted)
         return None if layout == self._copy.layout else layout
 
-    def _become(self, values: dict[str, Tensor]) -> None:
-        """Make the public copy the model itself, which all nodes are then sent."""
-        version = self._copy.version + 1
-        self._copy = PublicCopy.of(values, self.schema, self._copy.layout, version).digested()
-        self._values = values
-        self._log = ModelLog(version, merges=True)
-
     def _advance(self, values: dict[str, Tensor], layout: bytes | None, is_news: bool) -> None:
         """Add an entry, and go to the next version of the public copy."""
         copy = self._copy
@@ -487,10 +463,13 @@ class Channel:
         if is_news:
             square, num_changed = measure_change(values, self._values, specs, vector_dtype(specs))
             self._values = values
-            self._steps = self._steps.after(square)
-            count, gap = self._num_published(num_changed, len(copy.vector)), self._gap(copy, specs)
+            self._squares.appendleft(square)
+            movement = sum(self._squares) / len(self._squares)
+            count = self._num_published(num_changed, len(copy.vector))
+            gap = flatten(values, specs)  # what the public copy lacks
+            gap -= copy.vector
             upload, self.fault = condense(
-                gap, count, self._steps, copy.version, self._settings.downlink
+                gap, count, movement, copy.version, self._settings.downlink
             )
             entry = entry_of(copy.public, upload, gap)
             del gap, upload
@@ -517,12 +496,6 @@ class Channel:
             tensors = decode_kept(kept, self.schema)
         self._changed |= dict.fromkeys(changed, copy.version + 1)
         return copy.with_kept(tensors if changed else {})
-
-    def _gap(self, copy: PublicCopy, specs: list[TensorSpec]) -> FloatArray:
-        """Return the strategy's model less the public copy."""
-        gap = flatten(self._values, specs)
-        gap -= copy.vector
-        return gap
 
     def _num_published(self, num_changed: int, size: int) -> int | None:
         """Return how many coordinates the next entry has; None: as many as the tolerance asks for.

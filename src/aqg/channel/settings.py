@@ -31,14 +31,13 @@ class Settings:
     own: Recipe | None = None
     # their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`
     updates: str = SAMPLED
-    start: str = "exact"  # how the first model travels (`aqg.channel.first`)
+    start: str = "exact"  # how the first model travels (`aqg.channel.copies`)
     # what clients hold between rounds, the ``"model"`` and what the recipe keeps, or ``"none"``
     # of it
     memory: str = "model"
 
     @property
     def forgets(self) -> bool:
-        """Whether clients hold nothing between rounds."""
         return self.memory == "none"
 
     def make_recipe(self) -> Recipe:

@@ -18,11 +18,10 @@ from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import Kind, Kinds, Tensor, Values, unflatten
-from aqg.core.downlink import Downlink, Full
-from aqg.core.optimizers import SGD, ServerOptimizer
+from aqg.core.downlink import Full
 from aqg.core.public import lies_on_grid, mark_after
 from aqg.core.server import Peer, Step
-from aqg.core.step_sizes import Fixed, StepRule, share_of_newest
+from aqg.core.step_sizes import share_of_newest
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
@@ -33,29 +32,14 @@ from aqg.wire.varint import write_varint
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Stepping(NamedTuple):
-    """How the server steps."""
+class Members(NamedTuple):
+    """Who the clients are."""
 
-    num_clients: int  # how many clients there are
-    client_of: Callable[[int], int | None]  # says which of them a node is
-    size: float  # of the step
-    rule: StepRule = Fixed()  # how long steps are
-    optimizer: ServerOptimizer = SGD()  # what is made of the sums
-    downlink: Downlink = Full()  # how the model travels
-    # the share of replies that is expected to be lost, where recipes look at it
-    dropout: float = 0.0
-    sampled: float = 1.0  # the share of clients that take part in a round
-
-    @property
-    def step(self) -> Step:
-        """The same, as `aqg.core.server` takes it."""
-        terms = self.optimizer, self.rule, self.downlink
-        return Step(self.size, self.dropout, self.sampled, *terms)
+    number: int
+    of_node: Callable[[int], int | None]  # says which of them a node is
 
 
 class Travel(NamedTuple):
-    """How tensors travel."""
-
     kinds: Kinds  # of each
     own: frozenset[str] = frozenset()  # those that clients keep to themselves
     # second names of tensors, such as those of tied weights, and the first ones
@@ -63,15 +47,7 @@ class Travel(NamedTuple):
 
 
 class SteppingChannel(Channel):
-    """One model of a run, which is made here.
-
-    Args:
-        run: names run and model.
-        values: the model to start from.
-        settings: of the user.
-        stepping: how the server steps.
-        travel: how tensors travel.
-    """
+    """One model of a run, which is made here from the updates of ``members`` with a ``step``."""
 
     makes_model = True
 
@@ -80,22 +56,23 @@ class SteppingChannel(Channel):
         run: str,
         values: Values,
         settings: Settings,
-        stepping: Stepping,
+        members: Members,
+        step: Step,
         travel: Travel,
     ) -> None:
         if settings.forgets and travel.own:
             raise ConfigError("memory is 'none' with statistics that clients keep to themselves")
         super().__init__(run, values, settings, travel.kinds)
         self._is_open = False
-        self._stepping = stepping
+        self._members, self._how = members, step
         self._own, self._aliases = travel.own, travel.aliases
         self._replies: dict[int, Taken] = {}
-        weights = np.ones(stepping.num_clients)
-        self.book = MirrorBook.first(self._recipe, self._copy.vector, weights, stepping.step)
+        weights = np.ones(members.number)
+        self.book = MirrorBook.first(self._recipe, self._copy.vector, weights, step)
         self.book.publisher = None  # the log is the channel's
         self._copy = self._copy._replace(public=self.book.public)
         self._copy = self._copy.without(self._aliases).digested()
-        self._log = ModelLog(merges=lies_on_grid(self._recipe, stepping.downlink))
+        self._log = ModelLog(merges=lies_on_grid(self._recipe, step.downlink))
         self._means: dict[str, Float64Array] = {}
 
     @property
@@ -109,7 +86,6 @@ class SteppingChannel(Channel):
         is_train: bool,
         as_it_is: bool = False,  # noqa: ARG002
     ) -> Phase:
-        """Return what is sent now."""
         if is_train:
             self._replies = {}
         return Phase(self, False, self._named(dict(self.copied())), self._copy)
@@ -122,7 +98,6 @@ class SteppingChannel(Channel):
 
     @property
     def whole_bytes(self) -> int:
-        """The length of what a node is sent that holds nothing."""
         _, velocity, direction = self._copy.public.vectors
         return self.num_bytes + int(velocity.nbytes + direction.nbytes)
 
@@ -132,13 +107,12 @@ class SteppingChannel(Channel):
         return set(self._positions)
 
     def reweigh(self, weights: Float64Array) -> None:
-        """Go on with other weights of clients."""
         if not np.array_equal(weights, self.book.weights):
             self.book.reweigh(weights)
 
     def step(self, clients: set[int], is_step: bool) -> None:
         """Take in these clients' replies, in their order, and take a step, or none."""
-        book, how = self.book, self._stepping
+        book = self.book
         taken = {client: t for client, t in self.taken.items() if client in clients}
         self._replies = {}
         for client, reply in taken.items():
@@ -151,8 +125,9 @@ class SteppingChannel(Channel):
         public = book.public
         public = public.marked(mark_after(self._copy.public.mark, entry, public))
         copy = copy._replace(public=public).digested()
-        self._copy, self._values = copy, {**copy.values(self.schema), **self._beside_values()}
-        if isinstance(how.downlink, Full):
+        beside = {name: self._values[name] for name in self._travels()}  # before any rounding
+        self._copy, self._values = copy, {**copy.values(self.schema), **beside}
+        if isinstance(self._how.downlink, Full):
             self._log = ModelLog(copy.version)
         self._cut()
 
@@ -166,7 +141,7 @@ class SteppingChannel(Channel):
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return all that a server needs to go on, as named arrays that a file can hold."""
         copy = self._copy
-        positions = [self._positions.get(c, 0) for c in range(self._stepping.num_clients)]
+        positions = [self._positions.get(c, 0) for c in range(self._members.number)]
         beside = {f"kept {name}": tensor for name, tensor in copy.kept.items()}
         beside |= {f"value {name}": self._values[name] for name in self._travels()}
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
@@ -184,8 +159,7 @@ class SteppingChannel(Channel):
 
     def restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         """Go on from what `to_arrays` returned."""
-        how = self._stepping
-        self.book = book_from_arrays(arrays, self._recipe, how.step, None)
+        self.book = book_from_arrays(arrays, self._recipe, self._how, None)
         named = {
             kind: {n.partition(" ")[2]: a for n, a in arrays.items() if n.startswith(f"{kind} ")}
             for kind in ("kept", "value", "mean")
@@ -198,13 +172,13 @@ class SteppingChannel(Channel):
         self._means = named["mean"]
         data, ends = arrays["log_bytes"].tobytes(), np.cumsum(arrays["log_sizes"]).tolist()
         entries = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-        merges = lies_on_grid(self._recipe, how.downlink)
+        merges = lies_on_grid(self._recipe, self._how.downlink)
         self._log = ModelLog(int(arrays["log_start"]), entries, merges=merges)
         self._changed = dict(zip(kept, arrays["changed"].tolist(), strict=True))
         self._positions = {c: p for c, p in enumerate(arrays["positions"].tolist()) if p}
 
     def _place(self, node: int) -> int:
-        client = self._stepping.client_of(node)
+        client = self._members.of_node(node)
         if client is None:
             raise MessageError(f"node {node} is no client")
         return client
@@ -235,10 +209,6 @@ class SteppingChannel(Channel):
         """Return the tensors that travel beside the vector."""
         return [name for name, k in self._kinds.items() if k in (Kind.HALF, Kind.EXACT)]
 
-    def _beside_values(self) -> dict[str, Tensor]:
-        """Return the tensors beside the vector as the server has them, before any rounding."""
-        return {name: self._values[name] for name in self._travels()}
-
     def _averaged_beside(self, taken: dict[int, Taken]) -> PublicCopy:
         """Average the tensors beside the vector; return the copy with them."""
         copy, names = self._copy, self._travels()
@@ -255,7 +225,7 @@ class SteppingChannel(Channel):
                 mean += share * reply.kept.get(name, held).astype(np.float64)
             whole = np.rint(mean) if held.dtype.kind in "iub" else mean
             self._values = {**self._values, name: whole.astype(held.dtype)}
-        average = self._stepping.rule.average
+        average = self._how.rule.average
         floats = [name for name in names if self._values[name].dtype.kind == "f"]
         for name in floats if average else []:
             newest = self._values[name].astype(np.float64)

@@ -61,7 +61,6 @@ class Schema:
 
     @staticmethod
     def of(values: Values) -> Schema:
-        """Return the schema of a model."""
         return Schema((name, t.shape, str(t.dtype)) for name, t in values.items())
 
     def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -91,7 +90,6 @@ class Schema:
         return [spec for spec, bit in zip(self.specs, bits, strict=False) if bit]
 
     def names(self, bitmap: bytes) -> set[str]:
-        """Return the names of the tensors whose bits are set."""
         return {spec.name for spec in self.chosen(bitmap)}
 
     def vector_of(self, bitmap: bytes) -> tuple[int, str]:
@@ -100,7 +98,6 @@ class Schema:
         return sum(spec.size for spec in specs), vector_dtype(specs)
 
     def bitmap(self, names: Iterable[str]) -> bytes:
-        """Return the bits of some tensors."""
         wanted = set(names)
         bits = [spec.name in wanted for spec in self.specs]
         return np.packbits(np.array(bits, np.bool_), bitorder="little").tobytes()

@@ -7,11 +7,10 @@ What else a node says is bounded before it weighs anything.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -19,11 +18,9 @@ from flwr.serverapp import Grid
 
 from aqg.core.types import Float64Array
 from aqg.errors import AqgError, MessageError
-from aqg.flower.envelope import HELLO, RECORD, Envelope, pack, plain, unpack
+from aqg.flower.envelope import HELLO, RECORD, Envelope, logger, loss_in, pack, plain, unpack
 from aqg.flower.private import bounded_pulls, pauses
 from aqg.runs.stopping import has_diverged
-
-_logger = logging.getLogger("flwr.aqg")
 
 _MOST_EXAMPLES = 1e12
 """A node that says it has more examples is refused."""
@@ -157,7 +154,7 @@ class Roster:
                 self.introduce(node, int(partition))
             except (AqgError, ValueError) as error:
                 advice = "does its app have mods=[aqg_mod]?"
-                _logger.warning("node %d could not introduce itself: %s; %s", node, error, advice)
+                logger.warning("node %d could not introduce itself: %s; %s", node, error, advice)
 
     def _refuse(self, node: int, why: str) -> None:
         if node not in self._refused:
@@ -201,11 +198,7 @@ class AverageChecks(Checks):
         self._key = key
 
     def check(self, content: RecordDict, is_train: bool) -> None:
-        metrics, arrays, key = (
-            list(content.metric_records.values()),
-            content.array_records,
-            self._key,
-        )
+        metrics, arrays = list(content.metric_records.values()), content.array_records
         if len(metrics) != 1:
             raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
         if is_train and len(arrays) != 1:
@@ -239,7 +232,6 @@ class AverageChecks(Checks):
 
 
 def _names_in(content: RecordDict) -> frozenset[str]:
-    """Return the names of all that a reply holds."""
     kinds = {"array": content.array_records, "metric": content.metric_records}
     return frozenset(
         f"{kind} {key!r} of {name!r}"
@@ -247,16 +239,6 @@ def _names_in(content: RecordDict) -> frozenset[str]:
         for name, record in records.items()  # type: ignore[attr-defined]
         for key in record
     )
-
-
-def known_or_mean(num_samples: Float64Array) -> Float64Array:
-    """Return numbers of samples, where those that are not known yet, 0, are the others' mean.
-
-    >>> known_or_mean(np.array([10.0, 0.0, 30.0])).tolist()
-    [10.0, 20.0, 30.0]
-    """
-    known = num_samples > 0
-    return np.where(known, num_samples, num_samples[known].mean() if known.any() else 1.0)
 
 
 def cap_shares(amounts: Float64Array, share: float) -> Float64Array:
@@ -283,31 +265,37 @@ def cap_shares(amounts: Float64Array, share: float) -> Float64Array:
     return capped
 
 
-def mean_loss(losses: Float64Array, weights: Float64Array) -> float | None:
-    """Return the weighted mean over the clients that measured; None where none did."""
-    measured = ~np.isnan(losses)
-    if not measured.any():
-        return None
-    if measured.all():
-        return float(np.mean(weights * losses))
-    if not weights[measured].any():  # none of them has said how many samples it has
-        return float(np.mean(losses[measured]))
-    return float(np.average(losses[measured], weights=weights[measured]))
+class CommonLoss(NamedTuple):
+    """What the losses of clients say together."""
 
+    mean: float | None  # the weighted mean over the clients that measured; None where none did
+    # whether more than half of the sampled clients report a loss beyond all use; in a federation
+    # of several, one client is never enough
+    has_diverged: bool
+    absurd: list[int]  # whose loss is beyond all use, of either sign, and left out of the mean
 
-def leave_out_absurd(losses: Float64Array, num_sampled: int) -> tuple[bool, list[int]]:
-    """Strike the losses that are beyond all use, of either sign; return whose they were.
-
-    None are struck where training has diverged, which is returned first: where more than half of
-    the sampled clients report such a loss. In a federation of several, one client is never enough.
-    """
-    known = np.flatnonzero(~np.isnan(losses)).tolist()
-    num_diverged = sum(has_diverged(losses[client]) for client in known)
-    if 2 * num_diverged > num_sampled and num_diverged >= min(2, len(losses)):
-        return True, []
-    absurd = [client for client in known if has_diverged(abs(losses[client]))]
-    losses[absurd] = np.nan
-    return False, absurd
+    @staticmethod
+    def of(
+        found: Mapping[int, Mapping[str, float]], weights: Float64Array, num_sampled: int
+    ) -> CommonLoss:
+        """Return the loss, by the metrics of some clients and the weights of all."""
+        losses = np.full(len(weights), np.nan)
+        losses[list(found)] = [loss_in(metrics) for metrics in found.values()]
+        known = np.flatnonzero(~np.isnan(losses)).tolist()
+        num_diverged = sum(has_diverged(losses[client]) for client in known)
+        diverged = 2 * num_diverged > num_sampled and num_diverged >= min(2, len(losses))
+        absurd = [c for c in known if not diverged and has_diverged(abs(losses[c]))]
+        losses[absurd] = np.nan
+        measured = ~np.isnan(losses)
+        if not measured.any():
+            return CommonLoss(None, diverged, absurd)
+        if measured.all():
+            mean = np.mean(weights * losses)
+        elif not weights[measured].any():  # none of them has said how many samples it has
+            mean = np.mean(losses[measured])
+        else:
+            mean = np.average(losses[measured], weights=weights[measured])
+        return CommonLoss(float(mean), diverged, absurd)
 
 
 def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:

@@ -6,7 +6,6 @@ Flower's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +20,9 @@ from aqg.core.server import age_weight
 from aqg.core.types import is_whole
 from aqg.errors import ConfigError
 from aqg.flower.claims import AverageChecks, Checks
-from aqg.flower.envelope import is_readable, record_of, values_of
+from aqg.flower.envelope import is_readable, logger, record_of, values_of
 from aqg.flower.grid import CompressedGrid, Counts
 from aqg.flower.private import OuterGrid, replies_to
-
-_logger = logging.getLogger("flwr.aqg")
 
 _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
@@ -130,7 +127,7 @@ class Compressed(OuterStrategy):
             arguments = (compressed.prepare(arguments[0]), *arguments[1:])
         elif isinstance(initial := options.get("initial_arrays"), ArrayRecord):
             options["initial_arrays"] = compressed.prepare(initial)
-        _logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
+        logger.info("Compressed: recipe %s, both directions", self.settings.recipe)
         result = self.strategy.start(compressed, *arguments, **options)
         compressed.finish()
         if isinstance(result, Result):
@@ -206,7 +203,7 @@ class Buffered(OuterStrategy):
         self.strategy, self.size = strategy, int(size)
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
-        _logger.info("Buffered: rounds end after %d replies", self.size)
+        logger.info("Buffered: rounds end after %d replies", self.size)
         buffered = BufferedGrid(grid, self.size)
         result = self.strategy.start(buffered, *arguments, **options)
         buffered.finish()
@@ -245,14 +242,14 @@ class BufferedGrid(OuterGrid):
         models = {message.metadata.dst_node_id: message for message in messages}
         replies = self._wait(models, timeout)
         text = "Buffered: round %d ends with %d replies; %d nodes are at work"
-        _logger.info(text, self._round, len(replies), len(self._begun))
+        logger.info(text, self._round, len(replies), len(self._begun))
         return replies
 
     def finish(self) -> None:
         """Log whose replies come too late for the run."""
         for begun in self._begun.values():
             text = "Buffered: node %d, at work since round %d, is late"
-            _logger.info(text, begun.message.metadata.dst_node_id, begun.round)
+            logger.info(text, begun.message.metadata.dst_node_id, begun.round)
 
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
@@ -288,8 +285,8 @@ class BufferedGrid(OuterGrid):
                 moved = _moved(values_of(record), values_of(old), values_of(new), weight)
                 reply.content[name] = record_of(moved)
                 continue
-            _logger.warning("Buffered: %r of node %d is late, and taken as it is", name, node)
-        _logger.info(
+            logger.warning("Buffered: %r of node %d is late, and taken as it is", name, node)
+        logger.info(
             "Buffered: node %d began in round %d; its update is relative to the model it had then, "
             "and counts %.2f in round %d",
             node,

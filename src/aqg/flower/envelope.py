@@ -44,7 +44,7 @@ HELLO, ON_DISK, ENDED = "h", "d", "e"  # which partition is it?; it remembers; i
 _WITH_PART = (COMPRESSED, FULL)
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
-_logger = logging.getLogger("flwr.aqg")
+logger = logging.getLogger("flwr.aqg")
 
 _NUMPY = "numpy.ndarray"
 TRAINED, EVALUATED = "train_", "eval_"
@@ -152,7 +152,7 @@ def answer(message: Message, envelope: Envelope) -> Message:
 
 def refusal(message: Message, error: Exception) -> Message:
     """Return a node's reply to what it cannot use: it says what is wrong."""
-    _logger.error("%s", error)
+    logger.error("%s", error)
     return Message(Error(_FAILED, f"aqg {__version__}: {error}"), reply_to=message)
 
 
@@ -249,7 +249,7 @@ def numbers_in(content: RecordDict) -> dict[str, float]:
             if isinstance(value, int | float):
                 found[plain(name, _LONGEST_NAME)] = float(value)
             else:
-                _logger.warning("metric %r is a list, which AQG does not average", name)
+                logger.warning("metric %r is a list, which AQG does not average", name)
     return found
 
 

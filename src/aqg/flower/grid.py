@@ -7,7 +7,6 @@ that lacks part of the model is sent the whole of it, in the same round.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import secrets
@@ -35,6 +34,7 @@ from aqg.flower.envelope import (
     RECORD,
     Envelope,
     is_readable,
+    logger,
     num_bytes,
     pack,
     plain,
@@ -44,8 +44,6 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, name_message, replies_to
-
-_logger = logging.getLogger("flwr.aqg")
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
@@ -136,11 +134,7 @@ class Counts:
 class CompressedGrid(OuterGrid):
     """Compresses what passes through another grid.
 
-    Args:
-        grid: Flower's.
-        settings: what the user chose.
-        checks: of what else replies hold, beside updates.
-        run_name: names the run; by default at random.
+    ``checks`` are of what replies hold beside updates; without a ``run_name`` one is drawn.
     """
 
     def __init__(
@@ -215,7 +209,7 @@ class CompressedGrid(OuterGrid):
             self._open.pop(self._renamed.pop(identifier, identifier), None)
         moved = self.counts.train + self.counts.evaluate - before
         if moved.up or moved.down:
-            _logger.info("aqg: %s", moved)
+            logger.info("aqg: %s", moved)
         answered = {_answers(r): r for r in replies if not r.has_error() and _answers(r) in sent}
         reasons = self.checks.compare({i: reply.content for i, reply in answered.items()})
         for i, why in reasons.items():
@@ -250,8 +244,8 @@ class CompressedGrid(OuterGrid):
             self._remembering = {}
             identifiers = set(self.inner.push_messages(messages))
             list(replies_to(self.inner.pull_messages, identifiers, _FAREWELL_SECONDS))
-        _logger.info("aqg: training took %s", self.counts.train)
-        _logger.info("aqg: evaluation took %s", self.counts.evaluate)
+        logger.info("aqg: training took %s", self.counts.train)
+        logger.info("aqg: evaluation took %s", self.counts.evaluate)
 
     def _publish(
         self, message: Message, published: dict[str, tuple[ArrayRecord, Phase]]
@@ -279,7 +273,7 @@ class CompressedGrid(OuterGrid):
         values = self._values(name, record)
         channel = self.channels.get(name)
         if channel is not None and not channel.schema.fits(values):
-            _logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
+            logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
             channel = None
         if channel is None:
             try:
@@ -301,7 +295,7 @@ class CompressedGrid(OuterGrid):
         if name in self._whole and self._whole[name][0] != phase.version:
             del self._whole[name]
         if channel.fault:
-            _logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
+            logger.error("the strategy's model %r is not sent: %s", name, channel.fault)
         return phase
 
     def _channel_of(self, values: Values) -> Channel:
@@ -484,13 +478,13 @@ class CompressedGrid(OuterGrid):
     def _refused(self, sent: _Sent, reason: str) -> Message:
         self.counts.nodes[sent.node].refused += 1
         text = f"node {sent.node}: {plain(reason, _LONGEST)}"
-        _logger.warning("%s", text)
+        logger.warning("%s", text)
         return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=sent.message)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            _logger.warning("%s", text)
+            logger.warning("%s", text)
 
 
 def _kind_of(message: Message) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import secrets
 import time
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
 from aqg.flower.claims import Roster
-from aqg.flower.envelope import EVALUATED, TRAINED
+from aqg.flower.envelope import EVALUATED, TRAINED, logger
 from aqg.flower.memory import BY_PARTITION
 from aqg.flower.reports import RoundReport, client_fields
 from aqg.flower.settings import Settings
@@ -43,8 +42,6 @@ from aqg.runs.files import Records, locked, to_json, write_atomically
 from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
 from aqg.settings import CommonSettings, table
-
-_logger = logging.getLogger("flwr.aqg")
 
 _FORMAT = 7
 LOSS = "loss"
@@ -110,7 +107,7 @@ class Journal:
         channel.restore(arrays)
         self._saved = {}
         check_book(channel.book, self._directory / CHECKPOINT)
-        _logger.info("going on with run %s at round %d", self.run, channel.version)
+        logger.info("going on with run %s at round %d", self.run, channel.version)
 
     def save(self, channel: SteppingChannel, roster: Roster) -> None:
         """Write the checkpoint, whole or not at all."""
@@ -169,10 +166,10 @@ class Journal:
             writer.round(report)
         self.ending = ending(self._settings, self._lines, time.monotonic() - self._started)
         if self.ending:
-            _logger.info("stopping after round %d: %s", record.round, self.ending)
+            logger.info("stopping after round %d: %s", record.round, self.ending)
         elif report.diverged:
             self.ending = "the loss left all use"
-            _logger.warning("the loss left all use in round %d; stopping", record.round)
+            logger.warning("the loss left all use in round %d; stopping", record.round)
 
     def finish(
         self,

@@ -8,7 +8,6 @@ It answers both ``Compressed(...)`` around a strategy and our own strategy, ``AQ
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from aqg.flower.envelope import (
     Envelope,
     answer,
     is_readable,
+    logger,
     loss_in,
     numbers_in,
     pack,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
-_logger = logging.getLogger("flwr.aqg")
 UPDATE = "aqg-update"
 """A record of a reply whose arrays are updates, and not a trained model."""
 ORDER = "aqg-order"
@@ -134,14 +133,13 @@ def _say_once(message: Message, context: Context) -> None:
     if not message.has_content() or not message.content.array_records or _SAID in context.state:
         return
     context.state[_SAID] = ConfigRecord({"whole-models": True})
-    _logger.warning(
+    logger.warning(
         "aqg: nothing is compressed: the server sends whole models; "
         "write Compressed(...) around its strategy"
     )
 
 
 def _tensors(given: object) -> Values:
-    """Return the tensors of a node's own first model."""
     from aqg.flower.models import is_module, values_in
     from aqg.weights import as_numpy
 

@@ -17,23 +17,13 @@ from aqg.channel.stepping import SteppingChannel
 from aqg.core.messages import Skip
 from aqg.core.types import Float64Array
 from aqg.errors import MessageError
-from aqg.flower.claims import (
-    Checks,
-    Roster,
-    cap_shares,
-    known_or_mean,
-    leave_out_absurd,
-    mean_loss,
-    mean_metrics,
-)
-from aqg.flower.envelope import EVALUATED, EXAMPLES, TRAINED, loss_in, numbers_in, plain
+from aqg.flower.claims import Checks, CommonLoss, Roster, cap_shares, mean_metrics
+from aqg.flower.envelope import EVALUATED, EXAMPLES, TRAINED, logger, loss_in, numbers_in, plain
 from aqg.flower.grid import Counts, NodeCounts
 from aqg.flower.settings import Settings
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import Line, finite_or_none, metric_fields
 from aqg.sim.record import DROPPED, RoundRecord
-
-_logger = logging.getLogger("flwr.aqg")
 
 INCIDENTS = {
     "resync": "resyncs",  # a mirror was started again from zero
@@ -151,7 +141,7 @@ class RoundReport:
     def log(self, num_rounds: int) -> None:
         record = self.line.record
         metrics = {**self.line.metrics, **self.client_fields()}
-        _logger.info(
+        logger.info(
             "round %d/%d: loss %s%s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
             "(%.2f s overhead)%s",
             record.round,
@@ -170,7 +160,7 @@ class RoundReport:
         for incident in self.incidents:
             level = logging.INFO if incident.kind == "missing" else logging.WARNING
             text = "round %d: client %d (node %d): %s %s"
-            _logger.log(level, text, record.round, *incident)
+            logger.log(level, text, record.round, *incident)
 
 
 class Accounts(Checks):
@@ -226,7 +216,9 @@ class Accounts(Checks):
         samples, share = self._roster.num_samples, self._settings.largest_share
         if self._settings.weighting == "equal":
             return np.ones(len(samples))
-        known = known_or_mean(samples)
+        has_said = samples > 0  # all others get the mean of these
+        mean = samples[has_said].mean() if has_said.any() else 1.0
+        known = np.where(has_said, samples, mean)
         counted = cap_shares(known, share)
         capped = set(np.flatnonzero(known > counted).tolist())
         for client in sorted(capped - self._capped):
@@ -243,12 +235,10 @@ class Accounts(Checks):
         """
         channel, num_clients = self._channel, self._settings.num_clients
         number, weights = channel.version, channel.book.weights
-        widths, losses = [DROPPED] * num_clients, np.full(num_clients, np.nan)
-        faults, work, taken = [], 0.0, channel.taken
+        widths, faults, work, taken = [DROPPED] * num_clients, [], 0.0, channel.taken
         for client in found:
             message, reply = taken[client].message, taken[client].reply
             widths[client] = message.width
-            losses[client] = loss_in(found[client])
             work = max(work, reply.work_seconds)
             if reply.restarted:
                 self._note(client, "resync", "its mirror began from zero")
@@ -257,13 +247,13 @@ class Accounts(Checks):
             if isinstance(message, Skip) and message.fault:
                 faults.append((client, message.fault))
                 self._note(client, "fault", message.fault)
-        diverged, absurd = leave_out_absurd(losses, num_sampled)
-        for client in absurd:
+        loss = CommonLoss.of(found, weights, num_sampled)
+        for client in loss.absurd:
             self._note(client, "outlier", f"loss {loss_in(found[client]):g}")
         up, down = self._moved()
         record = RoundRecord(
             number,
-            mean_loss(losses, weights),
+            loss.mean,
             tuple(widths),
             sum(up),
             tuple(faults),
@@ -283,7 +273,7 @@ class Accounts(Checks):
             incidents=tuple(incidents),
             stepped=len(found) >= self._settings.needed_clients,
             work_seconds=work,
-            diverged=diverged,
+            diverged=loss.has_diverged,
             trained=trained,
             evaluated=evaluated,
         )

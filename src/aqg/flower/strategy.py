@@ -22,17 +22,18 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from aqg.channel.settings import Settings as ChannelSettings
-from aqg.channel.stepping import Stepping, SteppingChannel
+from aqg.channel.stepping import Members, SteppingChannel
 from aqg.channel.tensors import Values
 from aqg.core.downlink import describe_downlink, resolve_downlink
 from aqg.core.recipe import Recipe
+from aqg.core.server import Step
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, RunError
-from aqg.flower.claims import Roster, cap_shares, leave_out_absurd, mean_loss, mean_metrics
+from aqg.flower.claims import CommonLoss, Roster, cap_shares, mean_metrics
 from aqg.flower.envelope import (
     EXAMPLES,
     as_metrics,
-    loss_in,
+    logger,
     numbers_in,
     plain,
     record_of,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     EvaluateRound = Callable[[int, ArrayRecord], MetricRecord | None]
     Measure = Callable[[int, Values], float | Mapping[str, Any] | None]
 
-_logger = logging.getLogger("flwr.aqg")
 
 _METRIC_POINTS = 50
 _ROUNDS = 3
@@ -138,12 +138,11 @@ class AQG(Strategy):
         self._run: _Run | None = None
         self._measure: Measure | None = None
         self._sent: dict[int, Message] = {}
+        self._loss: float | None = None
 
     @staticmethod
     def from_run_config(
-        run_config: Mapping[str, Any],
-        defaults: Mapping[str, Any] | None = None,
-        **options: Any,
+        run_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, **options: Any
     ) -> AQG:
         """Make the strategy that a run-config describes; keys that are not ours are left alone.
 
@@ -223,7 +222,6 @@ class AQG(Strategy):
         config: ConfigRecord,
         grid: Grid,  # noqa: ARG002
     ) -> Iterable[Message]:
-        """Return messages to the clients of a round."""
         run = self._require_run(server_round)
         settings, number = run.settings, run.channel.version
         away = settings.training().unsampled(number, settings.num_clients, settings.seed)
@@ -275,7 +273,7 @@ class AQG(Strategy):
             if reply.has_error():
                 reason = plain(reply.error.reason or "")
                 level = logging.INFO if _NO_HANDLER in reason else logging.WARNING
-                _logger.log(level, "a client could not evaluate: %s", reason)
+                logger.log(level, "a client could not evaluate: %s", reason)
             elif client is not None:
                 found[client] = numbers_in(reply.content)
         if not found:
@@ -285,18 +283,17 @@ class AQG(Strategy):
         examples = np.array([found[client].pop(EXAMPLES, 0.0) for client in clients])
         if settings.weighting == "samples" and (examples > 0).all():
             weights = cap_shares(examples, settings.largest_share)
-        losses = np.full(settings.num_clients, np.nan)
-        losses[clients] = [loss_in(found[client]) for client in clients]
-        for client in leave_out_absurd(losses, len(clients))[1]:
-            _logger.warning("the loss of client %d is beyond all use, and left out", client)
-        self._loss: float | None = mean_loss(losses, run.channel.book.weights)
+        loss = CommonLoss.of(found, run.channel.book.weights, len(clients))
+        for client in loss.absurd:
+            logger.warning("the loss of client %d is beyond all use, and left out", client)
+        self._loss = loss.mean
         shares = zip(weights.tolist(), (found[client] for client in clients), strict=True)
         return MetricRecord(dict(mean_metrics(list(shares))))
 
     def summary(self) -> None:
         settings = self.settings
         names = ("downlink", "step", "weighting", "participation")
-        _logger.info(
+        logger.info(
             "AQG: %d clients, recipe %s, %s, %s",
             settings.num_clients,
             settings.recipe or "one of your own",
@@ -321,16 +318,10 @@ class AQG(Strategy):
         rule = settings.make_step(recipe)
         roster = Roster(settings.num_clients, settings.trust_partition_id)
         training = settings.training()
-        stepping = Stepping(
-            settings.num_clients,
-            roster.client_of,
-            settings.step_size,
-            rule,
-            training.optimizer,
-            downlink,
-            settings.dropout,
-            training.num_sampled(settings.num_clients) / settings.num_clients,
-        )
+        sampled = training.num_sampled(settings.num_clients) / settings.num_clients
+        how = settings.dropout, sampled, training.optimizer, rule, downlink
+        step = Step(settings.step_size, *how)
+        members = Members(settings.num_clients, roster.client_of)
         tensors = model.schema.fingerprint
         about = len(model.schema.specs), "float32", settings.seed, tensors
         journal.open(
@@ -342,7 +333,7 @@ class AQG(Strategy):
             }
         )
         values = values_of(model.record)
-        channel = SteppingChannel(f"{journal.run}0", values, chosen, stepping, model.travel)
+        channel = SteppingChannel(f"{journal.run}0", values, chosen, members, step, model.travel)
         journal.restore(channel, roster)
         compressed = CompressedGrid(grid, chosen, run_name=journal.run)
         compressed.channels[ARRAYS] = channel
@@ -350,7 +341,7 @@ class AQG(Strategy):
         compressed.checks = accounts
         patience = settings.start_timeout, settings.round_timeout
         if not roster.wait_for(grid, settings.num_clients, *patience):
-            _logger.warning(
+            logger.warning(
                 "%d of %d clients are connected; starting without the others",
                 len(roster.present),
                 settings.num_clients,
@@ -410,7 +401,7 @@ class AQG(Strategy):
         holders = [] if run.settings.memory == "none" else run.roster.present
         run.grid.finish(map(run.roster.node_of, holders))
         run.result.traffic = run.grid.counts  # type: ignore[attr-defined]
-        _logger.info("done: %s", {key: self.results[key] for key in _SAID})
+        logger.info("done: %s", {key: self.results[key] for key in _SAID})
 
     def _evaluate_on_clients(self, run: _Run) -> dict[str, float]:
         number, config = run.channel.version - 1, run.evaluate_config
@@ -424,11 +415,10 @@ class AQG(Strategy):
         return {name: float(value) for name, value in found.items()}  # type: ignore[arg-type]
 
     def _measured(self, run: _Run) -> dict[str, float]:
-        """Return the server's own metrics of the model."""
         if self._measure is None:
             return {}
         if not run.model.can_be_measured:
-            _logger.warning("clients keep their own statistics; the server measures no metrics")
+            logger.warning("clients keep their own statistics; the server measures no metrics")
             return {}
         number = run.channel.version - 1
         metrics = as_metrics(self._measure(number, run.channel.averaged()), "accuracy")

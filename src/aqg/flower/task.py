@@ -162,10 +162,7 @@ class FlowerTask:
 
     @staticmethod
     def from_objective(
-        objective: Objective,
-        features: Any,
-        labels: Any,
-        local: LocalTraining | None = None,
+        objective: Objective, features: Any, labels: Any, local: LocalTraining | None = None
     ) -> FlowerTask:
         """Make a task of an objective and a client's samples, trained as the simulator does.
 

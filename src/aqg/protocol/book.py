@@ -111,9 +111,7 @@ class MirrorBook:
             client=client,
             movement=self.recipe.movement.of(self.state.model.history),
             noise=self.state.model.budget.noise,
-            epoch=stamp.epoch,
-            uploads=stamp.uploads,
-            digest=stamp.digest,
+            **stamp._asdict(),
             **terms,
         )
 

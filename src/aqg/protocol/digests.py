@@ -46,7 +46,6 @@ def start_digest(parameters: FloatArray) -> bytes:
 
 
 def xor(one: bytes, other: bytes) -> bytes:
-    """Return two digests in one."""
     return bytes(a ^ b for a, b in zip(one, other, strict=True))
 
 

@@ -20,8 +20,6 @@ from aqg.wire.entry import decode_snapshot, follow_log, log_rounds, log_since
 
 Start: TypeAlias = "Callable[[], FloatArray | None]"
 """Returns a client's own starting model, where it has one."""
-
-
 CONTENT_EVERY = 16
 """Rounds from one look at all coordinates of a model on an exact grid to the next."""
 

@@ -87,7 +87,6 @@ class ModelLog:
         return self.first + len(self.entries)
 
     def append(self, entry: bytes) -> None:
-        """Add the entry of the round."""
         self.entries.append(entry)
         self._merger = None
         self._sums = {}
@@ -217,7 +216,6 @@ class ReadLog(ModelLog):
         self.positions = state.positions.copy()
 
     def state(self) -> LogState:
-        """Return all that is needed to go on."""
         positions, entries = self.positions.copy(), tuple(self.entries)
         return LogState(positions, self.first, entries, self.snapshot_round, self.snapshot)
 
@@ -249,9 +247,7 @@ class Publisher(ReadLog):
     """The log of a server, whose clients may lose what they are sent, or what they hold.
 
     Args:
-        start: as in `ReadLog`, and so are ``state`` and ``merges``.
-        state: see there.
-        merges: see there.
+        start, state, merges: as in `ReadLog`.
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
     """
@@ -276,7 +272,6 @@ class Publisher(ReadLog):
 
     @property
     def digest(self) -> bytes:
-        """The digest of the public model."""
         return self._digests[-1]
 
     def state(self) -> LogState:
@@ -300,7 +295,8 @@ class Publisher(ReadLog):
 
     def parcel(self, client: int, public: Public) -> Parcel:
         """Return what brings a client to the model of this round."""
-        if self._starts[client] == _UNKNOWN and self._is_start_rare:
+        has, lacks = (self._starts == _HAS).any(), (self._starts == _LACKS).any()
+        if self._starts[client] == _UNKNOWN and lacks and not has:
             self._starts[client], self.positions[client] = _LACKS, _NOTHING
         position = int(self.positions[client])
         if self.start is None or self._starts[client] == _LACKS:
@@ -334,11 +330,6 @@ class Publisher(ReadLog):
         is_known = 0 <= place < len(self._digests) and self._digests[place] == holding.digest
         is_news = holding.round != self.positions[client]
         self.positions[client] = holding.round if is_known and is_news else _NOTHING
-
-    @property
-    def _is_start_rare(self) -> bool:
-        """Whether some have said that they lack the starting model, and none has it."""
-        return bool((self._starts == _LACKS).any() and not (self._starts == _HAS).any())
 
     def _deliver_without_start(self, position: int, public: Public, is_new: bool) -> Delivery:
         """Return what a client without the starting model needs."""

@@ -68,17 +68,17 @@ class Order:
     statistics: bytes = b""  # of the server's module, as a frame; empty where none have changed
     noise: float = 1.0  # the scalar of `aqg.core.messages.Broadcast`
     updates: str = SAMPLED  # their kind, by which the recipe chooses: see `aqg.core.recipe`
-    # what a client starts from that holds nothing (`aqg.channel.first`); empty where it holds a
+    # what a client starts from that holds nothing (`aqg.channel.copies`); empty where it holds a
     # model, or receives it as a whole
     first: bytes = b""
 
     def __post_init__(self) -> None:
-        _require_state("digest", self.digest)
-        _require_digest("fingerprint", self.fingerprint)
+        _require_bytes("digest", self.digest, STATE_DIGEST_BYTES)
+        _require_bytes("fingerprint", self.fingerprint, DIGEST_BYTES)
         if not 0 <= self.noise <= _MAX_NOISE:
             raise MessageError(f"noise is {self.noise}; it must be in 0..{_MAX_NOISE:g}")
         if self.public:
-            _require_state("public", self.public)
+            _require_bytes("public", self.public, STATE_DIGEST_BYTES)
         for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):
             _require_range(name, getattr(self, name))
         if not self.run or not self.run.isalnum() or len(self.run) > 64:
@@ -132,11 +132,10 @@ class Reply:
     lost: str = ""
 
     def __post_init__(self) -> None:
-        _require_state("base_digest", self.base_digest)
-        _require_state("digest", self.digest)
-        _require_state("held_digest", self.held_digest)
+        for name in _STATES:
+            _require_bytes(name, getattr(self, name), STATE_DIGEST_BYTES)
         if self.held_start:
-            _require_digest("held_start", self.held_start)
+            _require_bytes("held_start", self.held_start, DIGEST_BYTES)
         for name in ("incarnation", "round", "epoch", "uploads", "num_samples", "held_round"):
             _require_range(name, getattr(self, name))
         if not 0 <= self.work_seconds <= _MAX_SECONDS:
@@ -159,13 +158,9 @@ class Reply:
         return Holding(self.held_round, self.held_digest, self.held_start)
 
 
-def _require_digest(name: str, value: bytes, length: int = DIGEST_BYTES) -> None:
+def _require_bytes(name: str, value: bytes, length: int) -> None:
     if len(value) != length:
         raise MessageError(f"{name} has {len(value)} bytes; it must have {length}")
-
-
-def _require_state(name: str, value: bytes) -> None:
-    _require_digest(name, value, STATE_DIGEST_BYTES)
 
 
 def _require_range(name: str, value: int) -> None:
@@ -267,15 +262,13 @@ def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
     ``known`` are earlier orders; where the terms of none belong to one that leaves them out,
     `UnknownTermsError` is raised.
     """
-    body, is_short = _open(Order, data, is_checked=False)
+    reader, is_short = _open(Order, data)
     if not is_short:
-        _check(Order, data)
-        return _read(Order, body, None)
+        return _read(Order, reader, None)
     types = get_type_hints(Order)
     for order in known:
-        if seal(body, _write(order, _TERMS, types)) == data:
-            return _read(Order, body, order)
-    reader = _reader(Order, body)
+        if seal(data[:-CRC_BYTES], _write(order, _TERMS, types)) == data:
+            return _read(Order, reader, order)
     reader.varint()
     raise UnknownTermsError(reader.varint(), reader.varint())
 
@@ -285,17 +278,16 @@ def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
 
     ``stamp`` is what the order named, for a reply that leaves it out.
     """
-    body, is_short = _open(Reply, data)
+    reader, is_short = _open(Reply, data)
     if is_short and stamp is None:
         raise WireError("the reply leaves out the state that its order named, which is not here")
-    return _read(Reply, body, stamp if is_short else None)
+    return _read(Reply, reader, stamp if is_short else None)
 
 
 def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
     if not isinstance(known, Stamp):
         return form.optional
-    stamp = {"epoch": known.epoch, "uploads": known.uploads, "base_digest": known.digest}
-    return form.optional | stamp | {"digest": known.digest}
+    return form.optional | known._asdict() | {"base_digest": known.digest}
 
 
 def _told(message: Order | Reply, name: str) -> Any:
@@ -322,37 +314,32 @@ def _field(
     return _WRITERS[types[name]], _READERS[types[name]]
 
 
-def _open(kind: type[Any], data: bytes, is_checked: bool = True) -> tuple[bytes, bool]:
+def _open(kind: type[Any], data: bytes) -> tuple[Reader, bool]:
+    """Return what reads a message behind its first byte, and whether it leaves something out.
+
+    The checksum of an order that does is left to those who know what.
+    """
     form, name = _FORMS[kind], kind.__name__.lower()
     if len(data) <= CRC_BYTES:
         raise WireError(f"{len(data)} bytes are too few for an {name} or a reply")
     if data[0] not in (form.full, form.short):
         raise WireError(f"byte {data[0]:#04x} does not begin the {name} of this version of aqg")
-    if is_checked:
-        _check(kind, data)
-    return data[:-CRC_BYTES], data[0] == form.short
+    is_short = data[0] == form.short
+    if not (is_short and kind is Order) and seal(data[:-CRC_BYTES]) != data:
+        raise WireError(f"the checksum of the {name} is wrong: it is damaged")
+    return Reader(data[1:-CRC_BYTES], f"the {name}"), is_short
 
 
-def _check(kind: type[Any], data: bytes) -> None:
-    if seal(data[:-CRC_BYTES]) != data:
-        raise WireError(f"the checksum of the {kind.__name__.lower()} is wrong: it is damaged")
-
-
-def _read(kind: type[_Message], body: bytes, known: Order | Stamp | None) -> _Message:
+def _read(kind: type[_Message], reader: Reader, known: Order | Stamp | None) -> _Message:
     form, types = _FORMS[kind], get_type_hints(kind)
     defaults = _defaults(form, known)
-    reader = _reader(kind, body)
     which = reader.varint()
     if which >> len(defaults):
         raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
     values: dict[str, Any] = dict(defaults)
-    if kind is Order and known is None:
-        for name in _TERMS:
-            values[name] = _READERS[types[name]](reader)
-    elif kind is Order:
-        values |= {name: getattr(known, name) for name in _TERMS}
-    for name in _HEAD:
-        values[name] = reader.varint()
+    for name in _TERMS if form is _FORMS[Order] else ():
+        values[name] = getattr(known, name) if known else _READERS[types[name]](reader)
+    values |= {name: reader.varint() for name in _HEAD}
     for place, name in enumerate(defaults):
         if which >> place & 1:
             values[name] = _field(types, name)[1](reader)
@@ -360,13 +347,6 @@ def _read(kind: type[_Message], body: bytes, known: Order | Stamp | None) -> _Me
         values["held_round"] = values["round"] - values["held_round"]
     values[form.payload] = reader.rest().tobytes()
     return kind(**values)
-
-
-def _reader(kind: type[Any], body: bytes) -> Reader:
-    """Return what reads a message behind its first byte."""
-    reader = Reader(body, f"the {kind.__name__.lower()}")
-    reader.byte("its first byte")
-    return reader
 
 
 def _read_bytes(reader: Reader) -> bytes:

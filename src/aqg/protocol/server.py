@@ -134,8 +134,8 @@ class ServerSession:
             raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0")
         named = recipe if isinstance(recipe, str) else ""
         chosen = make_recipe(recipe, bits, max_staleness) if isinstance(recipe, str) else recipe
-        self._updates = kind_of_updates(exact, sampled, memory == "none")
-        self.recipe = chosen.for_updates(self._updates)
+        updates = kind_of_updates(exact, sampled, memory == "none")
+        self.recipe = chosen.for_updates(updates)
         require_memory(memory, self.recipe)
         self._forgets = memory == "none"
         self.step_size = 1.0 / num_clients if step_size is None else float(step_size)
@@ -149,9 +149,9 @@ class ServerSession:
             rule=resolve_step(step, self.recipe, exact, made),
             downlink=_resolve(downlink, self.recipe),
         )
-        self._recipe_terms = named, bits, max_staleness
+        about = {"bits": bits, "max_staleness": max_staleness, "updates": updates}
+        self._terms = {"recipe": named, "seed": seed, **about}
         self._optimizer = optimizer
-        self._seed = seed
         self._shares_start = start == "digest"
         self._path = None if path is None else Path(path)
         given = _weights(weights, num_clients)
@@ -190,18 +190,8 @@ class ServerSession:
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
         check_client(self._book.state, client)
-        named, bits, max_staleness = self._recipe_terms
-        order = self._book.order(
-            client,
-            run=self._run,
-            fingerprint=self._fingerprint,
-            recipe=named,
-            bits=bits,
-            max_staleness=max_staleness,
-            seed=self._seed,
-            incarnation=self._incarnation,
-            updates=self._updates,
-        )
+        run = {"run": self._run, "incarnation": self._incarnation}
+        order = self._book.order(client, fingerprint=self._fingerprint, **run, **self._terms)
         order = replace(order, movement=0.0)  # clients have it from the log
         return to_bytes(order, order if client in self._informed else None)
 
