@@ -146,11 +146,9 @@ def columns_of(rows: Sequence[Row], *left_out: str) -> list[Shown]:
         *map(metric_column, measured(rows)),
         Shown("uploads", itemgetter("uploads"), "{:,.0f}".format),
         Shown("bits/param", itemgetter("bits_per_param"), "{:,.0f}".format),
-        *(
-            Shown(title, itemgetter(name), _size)
-            for title, name in zip(DIRECTIONS, BYTES, strict=True)
-        ),
     ]
+    for title, name in zip(DIRECTIONS, BYTES, strict=True):
+        columns.append(Shown(title, itemgetter(name), _size))
     if any("simulated_seconds" in row for row in rows):
         columns.append(Shown("time", lambda row: row.get("simulated_seconds"), "{:,.1f} s".format))
     return [column for column in columns if column.title not in left_out]

@@ -109,13 +109,8 @@ def _run_study(
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(Overview(console, plan, name))
 
-            carry_out(
-                plan.next,
-                lambda job: train(job, minima, directory, where.data_dir, keeps_models),
-                place,
-                plan.take,
-                shown.show,
-            )
+            given = minima, directory, where.data_dir, keeps_models
+            carry_out(plan.next, lambda job: train(job, *given), place, plan.take, shown.show)
         except Interrupted:
             if not is_begun:
                 raise Interrupted("stopped before the first run; nothing was written") from None

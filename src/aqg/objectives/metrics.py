@@ -307,13 +307,11 @@ def _perplexity(sums: Float64Array) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric("accuracy", sums=_accuracy, finish=_mean_of, higher_is_better=True, is_percent=True),
-        Metric("mse", sums=_squared_errors, finish=_mean_of, higher_is_better=False),
-        Metric("r2", whole=_explained, higher_is_better=True),
-        Metric("perplexity", sums=_surprise, finish=_perplexity, higher_is_better=False),
-    )
-}
+_BUILT_IN = (
+    Metric("accuracy", sums=_accuracy, finish=_mean_of, higher_is_better=True, is_percent=True),
+    Metric("mse", sums=_squared_errors, finish=_mean_of, higher_is_better=False),
+    Metric("r2", whole=_explained, higher_is_better=True),
+    Metric("perplexity", sums=_surprise, finish=_perplexity, higher_is_better=False),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
 """The metrics that are built in, by name."""

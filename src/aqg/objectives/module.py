@@ -522,13 +522,7 @@ class _Watch(TorchFunctionMode):
         self._ends = (outputs, targets)
         self._name = name
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(given) > 1:

@@ -250,14 +250,8 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
         per_bin = np.add.reduceat(values, edges[:-1], axis=0)
         return np.add.reduceat(per_bin, client_edges[:-1], axis=1).T
 
-    spoke = widths > 0
-    return Activity(
-        edges,
-        client_edges,
-        uploads=total(spoke.astype(np.int64)),
-        bits=total(np.where(spoke, widths, 0).astype(np.int64)),
-        away=total((widths == DROPPED).astype(np.int64)),
-    )
+    counted = widths > 0, np.maximum(widths, 0), widths == DROPPED
+    return Activity(edges, client_edges, *(total(part.astype(np.int64)) for part in counted))
 
 
 def result_of(run: Run) -> dict[str, Any]:

@@ -188,13 +188,10 @@ DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
     "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
     "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
 }
-STEP_SIZES: dict[tuple[str, str], float] = {
-    ("digits", "mean"): 0.1,
-    ("digits", "sum"): 0.0007,
-    ("mnist", "mean"): 0.02,
-    ("mnist", "sum"): 3e-6,
-    ("heterogeneous", "mean"): 0.008,
-    ("heterogeneous", "sum"): 0.0015,
+STEP_SIZES: dict[str, dict[str, float]] = {
+    "digits": {"mean": 0.1, "sum": 0.0007},
+    "mnist": {"mean": 0.02, "sum": 3e-6},
+    "heterogeneous": {"mean": 0.008, "sum": 0.0015},
 }
 """For the default number of clients."""
 OWN = "custom"
@@ -243,13 +240,8 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-_OF_A_PROBLEM: dict[str, Any] = {
-    "dataset": OWN,
-    "partition": OWN,
-    "model": OWN,
-    "l2": 0.0,
-    "scaling": "mean",
-}
+_OF_A_PROBLEM: dict[str, Any] = dict.fromkeys(("dataset", "partition", "model"), OWN)
+_OF_A_PROBLEM |= {"l2": 0.0, "scaling": "mean"}
 
 
 def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict[str, Any]:
@@ -298,7 +290,7 @@ def _dataset_step_size(settings: Mapping[str, Any]) -> float:
     """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
     dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
     require_choice("scaling", scaling, ("mean", "sum"))
-    step_size = STEP_SIZES[dataset, scaling]
+    step_size = STEP_SIZES[dataset][scaling]
     clients: int = _typed("clients", settings["clients"])
     if scaling == "sum" or clients < 1:
         return step_size

@@ -309,12 +309,8 @@ class RunFiles:
         except OSError as error:
             name = str(self.path / ROUNDS)
             raise RunError(f"{name!r} cannot be written: {error.strerror}") from None
-        about = {
-            "run": self._identity,
-            "rounds": num_rounds,
-            "bytes": self._num_bytes,
-            "sha256": self._digest.hexdigest(),
-        }
+        about = {"run": self._identity, "rounds": num_rounds, "bytes": self._num_bytes}
+        about["sha256"] = self._digest.hexdigest()
         files.write_arrays(self.path / CHECKPOINT, arrays, about)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

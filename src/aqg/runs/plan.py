@@ -140,15 +140,12 @@ Minima = Mapping[Key, float | None]
 
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
-_NOT_OF_THE_PROBLEM = frozenset(
-    (
-        *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
-        *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
-        *("batch_size", "local_steps", "local_epochs", "local_rate"),
-        *("speeds", "buffer_size", "outages", "link_mbit"),
-        *("engine", "device", "plugins"),
-    )
-)
+_NOT_OF_THE_PROBLEM = {
+    *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
+    *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
+    *("batch_size", "local_steps", "local_epochs", "local_rate", "speeds", "buffer_size"),
+    *("outages", "link_mbit", "engine", "device", "plugins"),
+}
 """Settings that leave the problem as it is; a setting not listed is taken to shape it."""
 
 

@@ -78,12 +78,9 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
         )
     random = np.random.default_rng([_CHOSEN, num_samples])
     chosen = np.sort(random.permutation(len(dataset))[:num_samples])
-    return replace(
-        dataset,
-        features=dataset.features[chosen],
-        labels=dataset.labels[chosen],
-        sources=None if dataset.sources is None else dataset.sources[chosen],
-    )
+    sources = None if dataset.sources is None else dataset.sources[chosen]
+    features, labels = dataset.features[chosen], dataset.labels[chosen]
+    return replace(dataset, features=features, labels=labels, sources=sources)
 
 
 def make_problem(

@@ -400,15 +400,9 @@ def make_config(
         chosen = {"step": AUTO if is_ours(trial.recipe, task) else search.STEP}
     elif setting.multiplier == search.FORMER_STEP:
         raise ConfigError(f"{setting} cannot be run: the rule for its step is no longer there")
-    return replace(
-        config,
-        recipe=setting.spec,
-        bits=setting.bits,
-        seed=trial.seed,
-        downlink=downlink if setting.downlink == AUTO else setting.downlink,
-        device=device if task.uses_device else "cpu",
-        **chosen,
-    )
+    chosen |= {"recipe": setting.spec, "bits": setting.bits, "seed": trial.seed}
+    chosen["downlink"] = downlink if setting.downlink == AUTO else setting.downlink
+    return replace(config, device=device if task.uses_device else "cpu", **chosen)
 
 
 class ContestPlan(StudyPlan[TrialJob]):

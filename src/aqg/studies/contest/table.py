@@ -99,15 +99,11 @@ def make_cells(
             tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
             left, later = plan.pending_trials(comparison, recipe, task, findings, tuned)
             tried = findings.by_pair[recipe, task.name]
-            cells += [
-                replace(
-                    _make_cell(task, name, runs, ours, findings),
-                    is_partial=bool(left or later),
-                    same_as=None if same == recipe else same,
-                    num_settings=len({t.setting for t in tried if t.seed == SEARCH_SEED}),
-                )
-                for name in task.goal.names
-            ]
+            about: dict[str, Any] = {"is_partial": bool(left or later)}
+            about["same_as"] = None if same == recipe else same
+            about["num_settings"] = len({t.setting for t in tried if t.seed == SEARCH_SEED})
+            made = (_make_cell(task, name, runs, ours, findings) for name in task.goal.names)
+            cells += [replace(cell, **about) for cell in made]
     return cells
 
 

@@ -420,9 +420,8 @@ def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
 def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
     results = read_results(directory)
     here = {outcome.name for outcome in results.outcomes} | {one.key for one in results.perturbed}
-    return tuple(
-        planned
-        for planned in plan
-        if (key_of(planned.run.config) if planned.section == ROUNDING_SECTION else planned.run.name)
-        not in here
-    )
+
+    def key(one: PlannedRun) -> object:
+        return key_of(one.run.config) if one.section == ROUNDING_SECTION else one.run.name
+
+    return tuple(planned for planned in plan if key(planned) not in here)
