@@ -99,10 +99,9 @@ def progress_bars(
 
 
 def result_table(results: Sequence[Row], width: int | None = None, *left_out: str) -> Table:
-    """Return the comparison: one row per run, savings against `BASELINES` where present.
+    """Return one row per run, with savings of all bytes against `BASELINES` where present.
 
-    Savings are of all bytes, up and down. Where all columns do not fit into ``width`` characters,
-    bits per parameter are left out.
+    Where all columns do not fit into ``width`` characters, bits per parameter are left out.
     """
     baselines = [row for row in results if row["recipe"] in BASELINES]
     columns = columns_of(results, *left_out)
@@ -159,7 +158,7 @@ def _size(mean: float) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str | None:
-    """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
+    """Say what the first recipe saves in each direction, and at which accuracy.
 
     None where there is nothing to compare: no uncompressed run, or no bytes.
     """
@@ -296,13 +295,10 @@ def _saving(size: int, baseline: int) -> str:
 
 
 class Overview:
-    """Shows what happens to the jobs of a plan.
+    """Shows what happens to the jobs of a plan, and how many are left, at most.
 
     On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
     ended.
-
-    A context manager. The plan says how many jobs are left, at most; that may fall as jobs prove
-    needless.
     """
 
     def __init__(self, console: Console, plan: StudyPlan[Any], name: str) -> None:

@@ -187,11 +187,8 @@ def _planned(options: RunOptions) -> Iterator[_Plan]:
 
 
 def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:
-    runs = tuple(
-        (config, directory / loop.slug(config.recipe) if is_batch else directory)
-        for config in configs
-    )
-    return _Plan(directory, runs, is_batch)
+    places = (directory / loop.slug(config.recipe) if is_batch else directory for config in configs)
+    return _Plan(directory, tuple(zip(configs, places, strict=True)), is_batch)
 
 
 def _create(plan: _Plan, resume: bool) -> None:

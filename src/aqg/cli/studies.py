@@ -165,10 +165,7 @@ def sweep(options: SweepOptions) -> int:
 
 @contextmanager
 def _planned_sweep(options: SweepOptions) -> Iterator[tuple[Path, sweeps.Sweep, bytes | None]]:
-    """Check every setting before anything is touched; give the directory, the sweep and its file.
-
-    There is no file where the directory has it already.
-    """
+    """Check all settings; give the directory, the sweep and, where it is new, its grid file."""
     flags = {name: located(name, value) for name, value in options.flags.items()}
     document, grid_file = None, b""
     code = None if options.grid is None else Code.parse(str(options.grid))

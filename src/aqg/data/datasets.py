@@ -280,10 +280,7 @@ MNIST_FILES = _remote_files(
 
 
 def load_mnist(data_dir: Path | None = None) -> Dataset:
-    """Load MNIST with its official test set; pixels are divided by 255.
-
-    The digests say what is in the files: headers of 16 bytes before images, of 8 before labels.
-    """
+    """Load MNIST with its official test set; pixels are divided by 255."""
     directory = data_directory(data_dir)
     x, y, x_test, y_test = (read_content(file, directory) for file in MNIST_FILES)
 

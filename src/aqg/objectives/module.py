@@ -211,10 +211,7 @@ class ModuleObjective(Objective):
             self.carrier.finish(client, self.model_layout.buffers_of(session.state))
 
     def predict(self, params: Array, features: Array) -> Array:
-        """Return the most likely label of each sample, shape ``(..., n)``.
-
-        That is the index of the largest output; an only output is taken as the logit of label 1.
-        """
+        """Return the largest output of each sample; an only output is the logit of label 1."""
         flat, inputs, leading = self._inputs(params, features)
         labels = torch.empty(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
         for row, client in zip(labels, inputs, strict=True):

@@ -308,10 +308,7 @@ def summary_csv(runs: Sequence[Run]) -> str:
 
 
 def curves_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run and round: what it had cost so far, and what it had reached.
-
-    Round 0 is the start.
-    """
+    """Return what each round of each run had cost and reached; round 0 is the start."""
     metrics = metric_names(runs)
     columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
@@ -348,10 +345,7 @@ def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run and client: what it sent and received in all rounds.
-
-    A number is missing where it is not on record.
-    """
+    """Return what each client of each run sent and received; nothing where it is not on record."""
     columns = ["run", "recipe", "seed", "client", *BYTES]
     return write_csv(columns, (row for run in runs for row in _client_rows(run)))
 

@@ -374,10 +374,7 @@ def compare(runs: Iterable[Run]) -> Comparison:
 
 
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Choose settings that, with the recipe, tell all runs apart; none that adds nothing.
-
-    Settings that always change together, as a dataset and its model do, need only one of them.
-    """
+    """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
     chosen: list[str] = []
     num_distinct = len({run.recipe for run in runs})

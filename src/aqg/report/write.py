@@ -381,9 +381,7 @@ _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "
 
 
 def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
-    """Return the report as one HTML text.
-
-    ``studies`` are the panels of comparisons that were measured already.
+    """Return the report as one HTML text; ``studies`` are comparisons measured already.
 
     Whatever comes from run directories reaches the page as packed data, which the scripts show as
     text only, or escaped.

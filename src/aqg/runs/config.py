@@ -171,10 +171,7 @@ def read_stored(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
-    """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
-
-    ``K`` is that of a client with the mean number of samples.
-    """
+    """Return ``η·K/M``, where a client with the mean number of samples takes ``K`` local steps."""
     names = ("batch_size", "local_steps", "local_epochs", "local_rate")
     values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in names)
     local = LocalTraining(*values)

@@ -78,11 +78,9 @@ class StudyPlan(ABC, Generic[JobType]):
 
 
 class Batch(StudyPlan[Job]):
-    """Runs that do not depend on each other, without those that are finished.
+    """Runs that do not depend on each other; ``left`` are those that are not finished.
 
     Runs on the same data come one after the other, so that workers seldom load anew.
-
-    ``left`` are the jobs that were still to do when the plan was made.
     """
 
     def __init__(self, jobs: Iterable[Job], directory: Path) -> None:

@@ -354,13 +354,9 @@ def curve(
     ``values`` are what the run's target is about, ``bytes`` all that travelled, ``tests`` the test
     accuracies that were measured, as pairs of rounds and accuracy.
     """
-    tests = [
-        [line.record.round - 1, line.metrics["accuracy"]]
-        for line in lines
-        if "accuracy" in line.metrics
-    ]
-    if "accuracy" in final_metrics:
-        tests.append([len(lines), final_metrics["accuracy"]])
+    measured = [*((line.record.round - 1, line.metrics) for line in lines)]
+    measured.append((len(lines), final_metrics))
+    tests = [[rounds, row["accuracy"]] for rounds, row in measured if "accuracy" in row]
     return {
         "values": [finite_or_none(float(f"{value:.6g}")) for value in values],
         "bytes": running_totals(line.record for line in lines),

@@ -157,11 +157,8 @@ def _make_cell(
     own = [o for o in runs if o.trial.seed in found]
     values = [v for o in own for v in o.curve.values if v == v]
     default = _scores(task, name, ours, findings)
-    ratios = [
-        one.cost / other.cost
-        for seed, one in found.items()
-        if one is not None and (other := default.get(seed)) is not None
-    ]
+    pairs = [(one, default.get(seed)) for seed, one in found.items()]
+    ratios = [a.cost / b.cost for a, b in pairs if a is not None and b is not None]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
     about = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)

@@ -182,10 +182,7 @@ class Results:
         return outcome.reached.get(self.about[f"{kind}_residual"])
 
     def cost_to_the_end(self, outcome: Outcome) -> Cost | None:
-        """Return what the paper counts, of runs that get where they should, as ratios need it.
-
-        A logistic run has 500 rounds whether it converges or not.
-        """
+        """Return `cost_of` runs that converge or reach their target; None for the others."""
         is_lost = outcome.diverged or (outcome.section == "logistic" and not outcome.converged)
         return None if is_lost else self.cost_of(outcome)
 
