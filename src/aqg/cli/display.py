@@ -1,7 +1,5 @@
 """Progress bars and tables: of one comparison, and of a study with many runs."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

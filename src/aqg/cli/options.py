@@ -1,7 +1,5 @@
 """What commands take: a table of options each, and the settings of runs from theirs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

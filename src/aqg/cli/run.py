@@ -1,7 +1,5 @@
 """``aqg run``: resolve, run, show."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ Each prepares, runs what is left across cores or a cluster, shows how far it is,
 came of it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What the theory says about one config, in numbers and in words that can be acted on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

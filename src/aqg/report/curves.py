@@ -4,8 +4,6 @@ A point of a run's curve is the state after some rounds: what they cost and what
 Curves of a group are the median and the extremes over seeds, thinned to what a screen can show.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Runs that differ in the seed only are one group; what else differs tells groups apart.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ The page holds template, style, scripts and data, and needs no network. What it 
 document with arrays in it: groups, curves, runs, results and settings.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html

@@ -5,8 +5,6 @@ problem's own file; a TOML file; ``--set key=value``; and the command line's own
 all settings is `aqg.settings`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tomllib

@@ -5,8 +5,6 @@ is a plain ``.npz``, in which every array has one. What does not fit its checksu
 with the file, the place and what is wrong there. Nothing is guessed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ way is better; or, without one, the lowest training loss. Up to some fifty model
 measured, the last among them. Ties go to the earlier one.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

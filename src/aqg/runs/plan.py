@@ -4,8 +4,6 @@ Nothing of a study is written before every distinct problem was tried out and it
 Then come the runs, each a task of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from abc import ABC, abstractmethod

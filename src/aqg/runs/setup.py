@@ -6,8 +6,6 @@ summary holds the *curve*: the accuracy or loss on the validation set after ever
 byte that all clients had sent and received by then.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -16,8 +16,6 @@ A run with a ``summary.json`` of its own is finished and never touched again; th
 their checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -14,8 +14,6 @@ A comparison's directory holds
 ================ ============================================================================
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
