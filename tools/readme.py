@@ -16,7 +16,6 @@ from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest.plan import FEWER_SEEDS, Comparison, read_outcomes
 from aqg.studies.contest.table import (
     Cell,
-    format_points,
     format_saving,
     make_cells,
     plateau_text,
@@ -151,8 +150,8 @@ def _default(cell: Cell | None) -> str:
         return _reached(cell)
     low, high = cell.plateau.low, cell.plateau.high
     is_certain = low is not None and high is not None
-    interval = f" ({format_points(low)} to {format_points(high)})" if is_certain else ""
-    return f"{_reached(cell)}, {format_points(cell.plateau.value)}{interval}"
+    interval = f" ({low:+.1f} to {high:+.1f})" if is_certain else ""
+    return f"{_reached(cell)}, {cell.plateau.value:+.1f}{interval}"
 
 
 def _tuned(cell: Cell | None) -> str:
