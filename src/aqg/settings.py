@@ -6,6 +6,8 @@ arguments of `aqg.runs.config.RunConfig`; those of `FlowerSettings` the keys of 
 here, and an error names the setting, the value and the bound.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
