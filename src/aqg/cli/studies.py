@@ -259,7 +259,12 @@ def compare(options: CompareOptions) -> int:
         return _compare(console, _go_on(options, options.resume, target), where, options)
     if options.again is not None:
         raise ConfigError(f"--again {options.again} needs --resume: nothing was run before")
-    comparison, lines = _begin(options, target)
+    own = _own_tasks(options, target)
+    named = contest_tasks.parse_tasks(options.task) if options.task or not own else ()
+    tasks, lines = contest_tasks.available(contest_tasks.in_order((*named, *own)), options.data_dir)
+    seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
+    recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
+    comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
     with output_directory(options.out, "compare") as directory:
         work = _Work(comparison, comparison, directory, lines=lines)
         return _compare(console, work, where, options)
@@ -277,16 +282,6 @@ def _own_tasks(
             "--dataset or --model"
         )
     return ()
-
-
-def _begin(options: CompareOptions, target: Target | None) -> tuple[contest.Comparison, list[str]]:
-    own = _own_tasks(options, target)
-    named = contest_tasks.parse_tasks(options.task) if options.task or not own else ()
-    tasks, lines = contest_tasks.available(contest_tasks.in_order((*named, *own)), options.data_dir)
-    seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
-    recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
-    comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
-    return comparison, lines
 
 
 def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _Work:

@@ -26,7 +26,7 @@ from aqg.errors import RunError
 from aqg.report import curves
 from aqg.report import runs as grouping
 from aqg.report.frontier import Panel, of_runs, of_studies
-from aqg.report.runs import COLORS, Comparison, Group, Run, setting_text
+from aqg.report.runs import COLORS, Comparison, Fault, Group, Run, setting_text
 from aqg.runs.cost import BYTES
 from aqg.runs.files import write_atomically
 from aqg.runs.table import format_bytes
@@ -211,17 +211,14 @@ def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """Count the faults of each run by what happened."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        by_text: dict[str, dict[str, Any]] = {}
+        by_text: dict[str, list[Fault]] = {}
         for fault in run.faults:
-            row = by_text.setdefault(
-                fault.text,
-                {"run": index, "text": fault.text, "count": 0, "first": fault.round, "who": set()},
-            )
-            row["count"] += 1
-            row["last"] = fault.round
-            row["who"].add(fault.client)
-        rows.extend(by_text.values())
-    return [{**row, "who": sorted(row["who"])[:20]} for row in rows[:_MAX_FAULT_ROWS]]
+            by_text.setdefault(fault.text, []).append(fault)
+        for text, own in by_text.items():
+            row = {"run": index, "text": text, "count": len(own), "first": own[0].round}
+            who = sorted({fault.client for fault in own})[:20]
+            rows.append(row | {"who": who, "last": own[-1].round})
+    return rows[:_MAX_FAULT_ROWS]
 
 
 def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
