@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
+from scipy import stats
+
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.setup import build_problem, make_simulation, send_start
 from aqg.sim.problem import Problem
 from aqg.start import pack, unpack
-from aqg.studies.contest.measure import student_quantile
 
 MODELS = ("mlp:32", "cnn", "resnet8:width=4")
 WAYS = ("exact", "digest", "rounded:4", "seed")
@@ -88,7 +89,7 @@ def difference(ours: list[float], own: list[float]) -> str:
     points = [100 * (a - b) for a, b in zip(ours, own, strict=True)]
     if len(points) < 2:
         return f"{points[0]:+.2f}"
-    half = student_quantile(len(points) - 1) * stdev(points) / len(points) ** 0.5
+    half = float(stats.t.ppf(0.975, len(points) - 1)) * stdev(points) / len(points) ** 0.5
     return f"{fmean(points):+.2f} ± {half:.2f}"
 
 

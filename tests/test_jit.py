@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 ONE_KERNEL = """
 import numpy as np
 from aqg.jit import when_compiling
-from aqg.wire.payloads import _write
+from aqg.wire.payloads import _read
 
 def pack():
-    _write(np.zeros(8, np.uint8), np.array([1, 2]), np.array([True, False]), 1)
+    _read(np.zeros(8, np.uint8), np.ones(9, np.uint8), 2, 1)
 
 with when_compiling(lambda: print("compiling")):
     pack()

@@ -138,12 +138,12 @@ def config_page() -> str:
         "|---" * (1 + len(_BY_DATASET)) + "|",
     ]
     for dataset, values in DATASET_DEFAULTS.items():
-        row = {**values, "alpha": STEP_SIZES[dataset, "mean"]}
+        row = {**values, "alpha": STEP_SIZES[dataset]["mean"]}
         lines.append(f"| `{dataset}` | {' | '.join(f'`{row[name]}`' for name in _BY_DATASET)} |")
     lines += [
         "",
         'With `scaling = "sum"` the default of `alpha` is another: '
-        + ", ".join(f"{STEP_SIZES[name, 'sum']:g} for `{name}`" for name in DATASET_DEFAULTS)
+        + ", ".join(f"{STEP_SIZES[name]['sum']:g} for `{name}`" for name in DATASET_DEFAULTS)
         + ".",
         "Torch modules and files have the step of federated averaging, no L2 term and float32.",
         "",

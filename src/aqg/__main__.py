@@ -1,7 +1,5 @@
 """The command ``aqg``; also ``python -m aqg``."""
 
-from __future__ import annotations
-
 import sys
 
 

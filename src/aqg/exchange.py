@@ -6,8 +6,6 @@ of small models mostly do not. Between machines use `aqg.ServerSession` and `aqg
 which find out and mend it.
 """
 
-from __future__ import annotations
-
 import math
 
 from aqg.core.messages import Broadcast

@@ -8,8 +8,6 @@ algorithm AS 241, seven digits), with a logarithm made of the same operations: l
 ``log``, ``cos`` and ``exp`` differ in the last bit from machine to machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

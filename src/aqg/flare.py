@@ -380,11 +380,8 @@ class _Memory(Memory):
 
 def _arrays(data: Mapping[str, Any]) -> Values | None:
     """Return tensors as arrays, bfloat16 as float32; None where there is anything else."""
-    is_tensor = all(
-        isinstance(value, np.ndarray | np.generic)
-        or type(value).__module__.partition(".")[0] == "torch"
-        for value in data.values()
-    )
+    others = [v for v in data.values() if not isinstance(v, np.ndarray | np.generic)]
+    is_tensor = all(type(value).__module__.partition(".")[0] == "torch" for value in others)
     return {name: as_numpy(value) for name, value in data.items()} if data and is_tensor else None
 
 

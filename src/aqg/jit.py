@@ -1,7 +1,5 @@
 """Kernels, compiled by numba when they are first called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Threads over independent pieces of work, started when there is something to share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -210,10 +210,7 @@ def _literal(text: str) -> Any:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let torch's layers draw from a seed; its own generator goes on as if nothing had been drawn.
-
-    Where torch is not installed, do nothing.
-    """
+    """Let torch draw from a seed, its own generator untouched; without torch, do nothing."""
     try:
         import torch
     except ImportError:

@@ -33,8 +33,6 @@ drawn by the law of PyTorch's layers only, and only where all larger tensors of 
 or the weights that a bias belongs to.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compile the kernels ahead of the first real call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

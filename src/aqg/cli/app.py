@@ -94,14 +94,8 @@ def _root(
     del version
 
 
-@app.command()
-@takes(RunOptions, *(name for name, row in table(RunSettings).items() if row.group))
-def run(options: RunOptions) -> None:
-    """Train with one or more recipes and compare what they cost.
-
-    Without options: auto, gd and laq on scikit-learn's digits, one digit per client.
-    """
-    run_command(options)
+_SETTINGS = (name for name, row in table(RunSettings).items() if row.group)
+app.command("run")(takes(RunOptions, *_SETTINGS)(run_command))
 
 
 @app.command()
@@ -128,30 +122,11 @@ def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
         console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
 
 
-@app.command()
-@takes(SweepOptions, "dataset", "model", "problem", "init")
-def sweep(options: SweepOptions) -> int:
-    """Run every combination of the settings in a grid file, or a study of your own, across cores.
-
-    Settings that are given as options hold for all runs. Ctrl-C saves everything; --resume goes on
-    and repeats nothing that is finished.
-    """
-    return studies.sweep(options)
-
-
+app.command()(takes(SweepOptions, "dataset", "model", "problem", "init")(studies.sweep))
 app.add_typer(flower_app)
 
 
-@app.command()
-@takes(CompareOptions, "problem", "dataset", "model")
-def compare(options: CompareOptions) -> int:
-    """Compare recipes by bytes and rounds until a task's goal is reached.
-
-    Bytes are all that clients send and receive. The goal is a target, or to be as good as federated
-    averaging in full precision. Without --search every recipe is run as it is, or with settings
-    that a search found before. Ctrl-C keeps what is finished; --resume goes on.
-    """
-    return studies.compare(options)
+app.command()(takes(CompareOptions, "problem", "dataset", "model")(studies.compare))
 
 
 @app.command()
@@ -188,16 +163,7 @@ def report(
     console.print(f"{runs} in {seconds:.1f} s", style="dim", highlight=False)
 
 
-@app.command()
-@takes(ReproduceOptions)
-def reproduce(options: ReproduceOptions) -> int:
-    """Run the paper's experiments again and print its figures beside ours.
-
-    Its Table 2 and Figures 5 to 10 over several seeds, logistic runs with data that differ in the
-    last bit, and the 784-200-10 network. Ctrl-C saves everything; the same command goes on and
-    repeats nothing that is finished.
-    """
-    return studies.reproduce(options)
+app.command()(takes(ReproduceOptions)(studies.reproduce))
 
 
 @app.command()

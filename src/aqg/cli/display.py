@@ -1,7 +1,5 @@
 """Progress bars and tables: of one comparison, and of a study with many runs."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,10 +97,9 @@ def progress_bars(
 
 
 def result_table(results: Sequence[Row], width: int | None = None, *left_out: str) -> Table:
-    """Return the comparison: one row per run, savings against `BASELINES` where present.
+    """Return one row per run, with savings of all bytes against `BASELINES` where present.
 
-    Savings are of all bytes, up and down. Where all columns do not fit into ``width`` characters,
-    bits per parameter are left out.
+    Where all columns do not fit into ``width`` characters, bits per parameter are left out.
     """
     baselines = [row for row in results if row["recipe"] in BASELINES]
     columns = columns_of(results, *left_out)
@@ -146,11 +143,9 @@ def columns_of(rows: Sequence[Row], *left_out: str) -> list[Shown]:
         *map(metric_column, measured(rows)),
         Shown("uploads", itemgetter("uploads"), "{:,.0f}".format),
         Shown("bits/param", itemgetter("bits_per_param"), "{:,.0f}".format),
-        *(
-            Shown(title, itemgetter(name), _size)
-            for title, name in zip(DIRECTIONS, BYTES, strict=True)
-        ),
     ]
+    for title, name in zip(DIRECTIONS, BYTES, strict=True):
+        columns.append(Shown(title, itemgetter(name), _size))
     if any("simulated_seconds" in row for row in rows):
         columns.append(Shown("time", lambda row: row.get("simulated_seconds"), "{:,.1f} s".format))
     return [column for column in columns if column.title not in left_out]
@@ -161,7 +156,7 @@ def _size(mean: float) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str | None:
-    """Say in a sentence what the first recipe saves in each direction, and at which accuracy.
+    """Say what the first recipe saves in each direction, and at which accuracy.
 
     None where there is nothing to compare: no uncompressed run, or no bytes.
     """
@@ -298,13 +293,10 @@ def _saving(size: int, baseline: int) -> str:
 
 
 class Overview:
-    """Shows what happens to the jobs of a plan.
+    """Shows what happens to the jobs of a plan, and how many are left, at most.
 
     On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
     ended.
-
-    A context manager. The plan says how many jobs are left, at most; that may fall as jobs prove
-    needless.
     """
 
     def __init__(self, console: Console, plan: StudyPlan[Any], name: str) -> None:

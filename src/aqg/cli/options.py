@@ -1,7 +1,5 @@
 """What commands take: a table of options each, and the settings of runs from theirs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -171,16 +169,10 @@ def takes(
 def _option(name: str, row: Setting, hint: Any) -> Any:
     if row.group == ARGUMENT:
         return Annotated[hint, typer.Argument(metavar=row.metavar, help=row.help)]
-    return Annotated[
-        hint,
-        typer.Option(
-            *([row.key] if row.key else []),
-            metavar=row.metavar,
-            help=row.help,
-            rich_help_panel=row.group or None,
-            envvar="AQG_DATA_DIR" if name == "data_dir" else None,
-        ),
-    ]
+    shown: Any = {"metavar": row.metavar, "help": row.help, "rich_help_panel": row.group or None}
+    if name == "data_dir":
+        shown["envvar"] = "AQG_DATA_DIR"
+    return Annotated[hint, typer.Option(*([row.key] if row.key else []), **shown)]
 
 
 def _setting_option(row: Setting, hint: Any) -> Any:

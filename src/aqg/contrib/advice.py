@@ -1,7 +1,5 @@
 """What the theory says about one config, in numbers and in words that can be acted on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,12 +105,11 @@ def advise(
         "outside_the_theory": _outside(config),
     }
     if trace is not None:
-        row["lyapunov"] = {
-            "rounds": len(trace.values),
-            "rounds_above_rounding": trace.above_rounding,
-            "decrease_share": finite_or_none(trace.decrease_share),
-            "fitted_rate": finite_or_none(trace.fitted_rate),
+        shares = {
+            key: finite_or_none(getattr(trace, key)) for key in ("decrease_share", "fitted_rate")
         }
+        lengths = {"rounds": len(trace.values), "rounds_above_rounding": trace.above_rounding}
+        row["lyapunov"] = lengths | shares
     if end is not None:
         row["largest_curvature_at_end"] = finite_or_none(end.largest)
     return Advice(row, landscape, num_clients, early, trace)
@@ -125,8 +122,7 @@ def _outside(config: RunConfig) -> list[str]:
         "clients have scripted absences": bool(config.absences),
         f"only {config.participation:.0%} of the clients are sampled": config.participation < 1,
         f"gradients are of batches of {config.batch_size}": config.batch_size is not None,
-        "clients take several local steps": config.local_steps > 1
-        or config.local_epochs is not None,
+        "clients take several local steps": config.local_steps > 1 or bool(config.local_epochs),
         f"the server's optimizer is {config.optimizer}": config.optimizer != "sgd",
     }
     return [text for text, holds in found.items() if holds]

@@ -10,8 +10,6 @@ The engine knows nothing of this. The backend learns from the calls of one round
 for the next, and every call returns finished numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

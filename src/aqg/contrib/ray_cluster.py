@@ -58,11 +58,10 @@ class _Files:
 
 
 class RayCluster(Place):
-    """Workers on a Ray cluster, as many as it has cores; nodes may come and go.
+    """Workers on a Ray cluster, by default one per core; nodes may come and go.
 
-    A context manager: on leaving it, all workers are gone, and the cluster is left as it was.
-
-    By default there is a run per core of the cluster; ``address`` is such as ``"10.0.0.1:6379"``.
+    On leaving the context, all workers are gone, and the cluster is left as it was. ``address`` is
+    such as ``"10.0.0.1:6379"``.
     """
 
     retries = RETRIES

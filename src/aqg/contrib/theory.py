@@ -12,8 +12,6 @@ wider one ``S + αL ≤ 1`` of rules that keep the server's error within their t
 first rounds differ where missing steps count as the mean of the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

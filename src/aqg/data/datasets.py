@@ -251,14 +251,8 @@ def load_digits() -> Dataset:
     in_test = np.zeros(len(labels), dtype=bool)
     for digit in range(10):
         in_test[np.flatnonzero(labels == digit)[4::5]] = True
-    return Dataset(
-        name="digits",
-        features=features[~in_test],
-        labels=labels[~in_test],
-        num_classes=10,
-        test_features=features[in_test],
-        test_labels=labels[in_test],
-    )
+    test = features[in_test], labels[in_test]
+    return Dataset("digits", features[~in_test], labels[~in_test], 10, *test)
 
 
 def _remote_files(
@@ -286,10 +280,7 @@ MNIST_FILES = _remote_files(
 
 
 def load_mnist(data_dir: Path | None = None) -> Dataset:
-    """Load MNIST with its official test set; pixels are divided by 255.
-
-    The digests say what is in the files: headers of 16 bytes before images, of 8 before labels.
-    """
+    """Load MNIST with its official test set; pixels are divided by 255."""
     directory = data_directory(data_dir)
     x, y, x_test, y_test = (read_content(file, directory) for file in MNIST_FILES)
 
@@ -340,13 +331,9 @@ def load_heterogeneous(data_dir: Path | None = None) -> Dataset:
         table, column = (np.loadtxt(io.BytesIO(read_content(file, directory))) for file in files)
         features.append(table[:, :NUM_SHARED_FEATURES])
         labels.append((column > 0).astype(np.int64))
-    return Dataset(
-        name="heterogeneous",
-        features=np.concatenate(features),
-        labels=np.concatenate(labels),
-        num_classes=2,
-        sources=np.repeat(np.arange(len(labels)), [len(part) for part in labels]),
-    )
+    sources = np.repeat(np.arange(len(labels)), [len(part) for part in labels])
+    samples = np.concatenate(features), np.concatenate(labels)
+    return Dataset("heterogeneous", *samples, num_classes=2, sources=sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,17 +414,14 @@ def read_dataset(path: Path) -> Dataset:
     num_classes = 0
     if _are_classes(labels) and (test_labels is None or _are_classes(test_labels)):
         num_classes = max(int(part.max()) for part in (labels, test_labels) if part is not None) + 1
+        num_classes = max(2, num_classes)
+    test: Any = ()
+    if test_labels is not None:
+        test = _features(arrays["x_test"]), _labels(test_labels)
+    samples = _features(arrays["x_train"]), _labels(labels)
     names, clients = _clients(path, arrays)
-    return Dataset(
-        name=path.name,
-        features=_features(arrays["x_train"]),
-        labels=_labels(labels),
-        num_classes=max(2, num_classes) if num_classes else 0,
-        test_features=_features(arrays["x_test"]) if "x_test" in arrays else None,
-        test_labels=None if test_labels is None else _labels(test_labels),
-        clients=clients,
-        client_names=names,
-    )
+    more: Any = {"clients": clients, "client_names": names}
+    return Dataset(path.name, *samples, num_classes, *test, **more)
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:

@@ -168,13 +168,10 @@ def _dirichlet(concentration: float) -> Split:
                 break
         else:
             _feed_empty_clients(counts)
-        by_label = [
-            np.split(
-                generator.permutation(np.flatnonzero(dataset.labels == label)),
-                np.cumsum(counts[label])[:-1],
-            )
-            for label in range(dataset.num_classes)
-        ]
+        by_label = []
+        for label, cuts in enumerate(np.cumsum(counts, axis=1)[:, :-1]):
+            own = generator.permutation(np.flatnonzero(dataset.labels == label))
+            by_label.append(np.split(own, cuts))
         return [np.concatenate(pieces) for pieces in zip(*by_label, strict=True)]
 
     return split

@@ -5,7 +5,6 @@ Logistic and softmax regression and the perceptron are no modules; see `aqg.obje
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -85,9 +84,5 @@ def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
 def _built_in(spec: str, shape: DataShape) -> nn.Module:
     from aqg.models import nets
 
-    makers: dict[str, Callable[..., nn.Module]] = {
-        "cnn": nets.make_cnn,
-        "resnet8": nets.make_resnet8,
-        "transformer": nets.make_transformer,
-    }
+    makers = {name: getattr(nets, f"make_{name}") for name in MODULES}
     return make_named("model", spec, makers, shape)

@@ -162,15 +162,10 @@ class ModelLayout:
                 raise ConfigError(f"buffer {name!r} is {dtype}; exclude it")
         floats = [row for row in carried if "float" in row[2]]
         integers = [row for row in carried if "float" not in row[2]]
-        return cls(
-            model=model,
-            parameters=read_specs(chosen),
-            statistics=read_specs(floats),
-            counters=read_specs(integers),
-            tracked=tuple(name in tracked for name, _, _ in (*floats, *integers)),
-            policy=policy,
-            left_out=tuple(sorted(set(names) - {name for name, _, _ in chosen})),
-        )
+        is_tracked = tuple(name in tracked for name, _, _ in (*floats, *integers))
+        left_out = tuple(sorted(set(names) - {name for name, _, _ in chosen}))
+        specs = read_specs(chosen), read_specs(floats), read_specs(integers)
+        return cls(model, *specs, is_tracked, policy, left_out)
 
     @property
     def num_params(self) -> int:

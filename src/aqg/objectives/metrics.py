@@ -135,10 +135,7 @@ def default_metrics(targets: Any) -> tuple[Metric, ...]:
 def measure(
     metrics: Sequence[Metric], batches: Iterable[tuple[Any, Any]], *, required: bool
 ) -> dict[str, float]:
-    """Return the value of each metric over batches of outputs and targets.
-
-    With ``required``, a metric that makes no sense raises; otherwise it is left out.
-    """
+    """Return the value of each metric that applies; with ``required``, raise where one does not."""
     totals: dict[str, Float64Array] = {}
     kept: list[tuple[Any, Any]] = []
     left = list(metrics)
@@ -206,10 +203,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def main_output(outputs: Any) -> NDArray[Any]:
-    """Return the output that built-in metrics look at.
-
-    That is the only one; of several, the one called ``logits``, or the first of a tuple.
-    """
+    """Return the output that is measured: the only one, ``logits``, or the first of a tuple."""
     if isinstance(outputs, dict):
         if "logits" not in outputs:
             names = ", ".join(map(str, outputs))
@@ -307,13 +301,11 @@ def _perplexity(sums: Float64Array) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric("accuracy", sums=_accuracy, finish=_mean_of, higher_is_better=True, is_percent=True),
-        Metric("mse", sums=_squared_errors, finish=_mean_of, higher_is_better=False),
-        Metric("r2", whole=_explained, higher_is_better=True),
-        Metric("perplexity", sums=_surprise, finish=_perplexity, higher_is_better=False),
-    )
-}
+_BUILT_IN = (
+    Metric("accuracy", sums=_accuracy, finish=_mean_of, higher_is_better=True, is_percent=True),
+    Metric("mse", sums=_squared_errors, finish=_mean_of, higher_is_better=False),
+    Metric("r2", whole=_explained, higher_is_better=True),
+    Metric("perplexity", sums=_surprise, finish=_perplexity, higher_is_better=False),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
 """The metrics that are built in, by name."""

@@ -211,10 +211,7 @@ class ModuleObjective(Objective):
             self.carrier.finish(client, self.model_layout.buffers_of(session.state))
 
     def predict(self, params: Array, features: Array) -> Array:
-        """Return the most likely label of each sample, shape ``(..., n)``.
-
-        That is the index of the largest output; an only output is taken as the logit of label 1.
-        """
+        """Return the largest output of each sample; an only output is the logit of label 1."""
         flat, inputs, leading = self._inputs(params, features)
         labels = torch.empty(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
         for row, client in zip(labels, inputs, strict=True):
@@ -522,13 +519,7 @@ class _Watch(TorchFunctionMode):
         self._ends = (outputs, targets)
         self._name = name
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(given) > 1:

@@ -26,6 +26,7 @@ from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective
 from aqg.objectives.closed_form import ClosedForm
 
+TOLERANCE = 1e-12
 CACHE_VARIABLE = "AQG_CACHE_DIR"
 """Environment variable that overrides the cache directory."""
 
@@ -43,14 +44,13 @@ def find_optimum(
     objective: Objective,
     clients: Sequence[tuple[Array, Array]],
     *,
-    tolerance: float = 1e-12,
     max_passes: int = 20_000,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Optimum:
     """Minimize ``f(θ) = (1/M) Σ_m f_m(θ)`` over the features and labels of ``M`` clients.
 
     L-BFGS in double precision, started afresh from where it stopped for as long as that helps. It
-    ends when the error bound is at most ``tolerance``, when rounding stops all progress, or after
+    ends when the error bound is at most `TOLERANCE`, when rounding stops all progress, or after
     ``max_passes`` passes over the data: read ``error_bound`` for what was reached. ``progress`` is
     told after every step which share of the way lies behind, in the logarithm of the error bound.
 
@@ -92,12 +92,12 @@ def find_optimum(
         return value, gradient
 
     def stop_when_certified(_: object) -> None:
-        if best.error_bound <= tolerance:
+        if best.error_bound <= TOLERANCE:
             raise StopIteration
         if math.isfinite(first_bound):
-            progress(math.log(first_bound / best.error_bound) / math.log(first_bound / tolerance))
+            progress(math.log(first_bound / best.error_bound) / math.log(first_bound / TOLERANCE))
 
-    while best.error_bound > tolerance and num_passes < max_passes:
+    while best.error_bound > TOLERANCE and num_passes < max_passes:
         previous = best.error_bound
         # Only the certificate decides: the solver's own criteria are switched off.
         options = {"maxcor": 40, "ftol": 0.0, "gtol": 0.0, "maxiter": max_passes}

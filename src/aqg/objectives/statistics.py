@@ -120,13 +120,8 @@ class SharedStatistics(NamedTuple):
         for spec, has_moved in zip(self.layout.statistics, self.moves, strict=False):
             if has_moved:
                 residual[spec.place] = wanted[spec.place] - start[spec.place]
-        stepped = self._replace(
-            buffers=Buffers(values, counts),
-            travels=self.travels | moves,
-            moves=moves,
-            residual=residual,
-        )
-        return stepped._followed()
+        stepped = self._replace(buffers=Buffers(values, counts), residual=residual)
+        return stepped._replace(travels=self.travels | moves, moves=moves)._followed()
 
     def _with_residual(self) -> Float64Array:
         """Return the values plus the residual, where that has the same sign."""

@@ -4,8 +4,6 @@ A point of a run's curve is the state after some rounds: what they cost and what
 Curves of a group are the median and the extremes over seeds, thinned to what a screen can show.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -250,14 +248,8 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
         per_bin = np.add.reduceat(values, edges[:-1], axis=0)
         return np.add.reduceat(per_bin, client_edges[:-1], axis=1).T
 
-    sent = widths > 0
-    return Activity(
-        edges,
-        client_edges,
-        uploads=total(sent.astype(np.int64)),
-        bits=total(np.where(sent, widths, 0).astype(np.int64)),
-        away=total((widths == DROPPED).astype(np.int64)),
-    )
+    counted = widths > 0, np.maximum(widths, 0), widths == DROPPED
+    return Activity(edges, client_edges, *(total(part.astype(np.int64)) for part in counted))
 
 
 def result_of(run: Run) -> dict[str, Any]:
@@ -314,10 +306,7 @@ def summary_csv(runs: Sequence[Run]) -> str:
 
 
 def curves_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run and round: what it had cost so far, and what it had reached.
-
-    Round 0 is the start.
-    """
+    """Return what each round of each run had cost and reached; round 0 is the start."""
     metrics = metric_names(runs)
     columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
@@ -354,10 +343,7 @@ def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run and client: what it sent and received in all rounds.
-
-    A number is missing where it is not on record.
-    """
+    """Return what each client of each run sent and received; nothing where it is not on record."""
     columns = ["run", "recipe", "seed", "client", *BYTES]
     return write_csv(columns, (row for run in runs for row in _client_rows(run)))
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Spread = list[float]
 """The middle, the lower and the upper end."""
 _PROBLEM = ("dataset", "partition", "model", "clients", "target", "problem")
+_BYTES = "bytes uploaded and downloaded"
 _MOST_PANELS = 12
 _SHARE = 2 / 3
 _SLACK = 0.01
@@ -64,14 +65,14 @@ class Panel:
     def to_json(self, colors: dict[str, int]) -> dict[str, Any]:
         points = [
             {
-                "label": point.label,
-                "color": colors.get(point.recipe, 0),
-                "group": point.group,
-                "x": point.x,
-                "y": point.y,
-                "open": not point.is_reached_by_all,
+                "label": p.label,
+                "color": colors.get(p.recipe, 0),
+                "group": p.group,
+                "x": p.x,
+                "y": p.y,
             }
-            for point in self.points
+            | {"open": not p.is_reached_by_all}
+            for p in self.points
         ]
         return {
             **{name: getattr(self, name) for name in ("title", "goal", "x", "y", "limit")},
@@ -144,14 +145,8 @@ def _compare(
         return None
     config = next(iter(groups.values())).runs[0].config
     problem = ", ".join(setting_text(config.get(key)) for key in ("dataset", "partition"))
-    return Panel(
-        title=problem if is_named else "",
-        goal=goal,
-        x="rounds",
-        y="bytes uploaded and downloaded",
-        points=tuple(points),
-        never=tuple(never),
-    )
+    title = problem if is_named else ""
+    return Panel(title, goal, "rounds", _BYTES, tuple(points), tuple(never))
 
 
 def _target(groups: Iterable[Group]) -> float | None:
@@ -228,15 +223,11 @@ def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
         count = cell["num_reached"]
         ends = _interval(x, count), _interval(cell["cost"], count)
         points.append(Point(recipe, recipe, *ends, count == cell["num_seeds"]))
-    return Panel(
-        title=str(task),
-        goal="as good as federated averaging" if is_averaging else "at the task's target",
-        x="delay: rounds over those of federated averaging" if has_delays else "rounds",
-        y="bytes uploaded and downloaded",
-        points=tuple(points),
-        never=tuple(never),
-        limit=MOST_DELAY if has_delays else None,
-    )
+    goal = "as good as federated averaging" if is_averaging else "at the task's target"
+    x_axis, limit = "rounds", None
+    if has_delays:
+        x_axis, limit = "delay: rounds over those of federated averaging", MOST_DELAY
+    return Panel(str(task), goal, x_axis, _BYTES, tuple(points), tuple(never), limit)
 
 
 def _interval(mean: dict[str, Any], num_runs: int) -> Spread:

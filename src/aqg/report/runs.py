@@ -3,8 +3,6 @@
 Runs that differ in the seed only are one group; what else differs tells groups apart.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -17,17 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.errors import RunError
+from aqg.runs import directory as stored
 from aqg.runs.cost import BYTES, DOWNLOADS, UPLOADS
-from aqg.runs.directory import (
-    CONFIG,
-    METRIC_PREFIX,
-    ROUNDS,
-    read_config,
-    read_metrics,
-    read_rows,
-    read_summary,
-    read_toml,
-)
+from aqg.runs.directory import CONFIG, METRIC_PREFIX, ROUNDS, read_config, read_metrics, read_toml
 from aqg.sim.record import DROPPED
 from aqg.studies.sweep import GRID
 
@@ -181,8 +171,8 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 def read_run(path: Path, name: str) -> Run:
     config = readable(read_config(path))
-    rows = read_rows(path)
-    summary = read_summary(path)
+    rows = stored.read_rows(path)
+    summary = stored.read_summary(path)
     try:
         rounds = np.array([row["round"] for row in rows], np.int64)
         if (np.diff(rounds) <= 0).any() or (rounds < 1).any():
@@ -268,16 +258,12 @@ def _client_bytes(
 
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
     """Collect the numbers in the rounds that have no place of their own."""
-    others = [
-        {
-            key: value
-            for key, value in row.items()
-            if key not in _KNOWN_KEYS
-            and not key.startswith(METRIC_PREFIX)
-            and isinstance(value, int | float)
-        }
-        for row in rows
-    ]
+
+    def is_extra(key: str, value: Any) -> bool:
+        is_known = key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
+        return isinstance(value, int | float) and not is_known
+
+    others = [{k: value for k, value in row.items() if is_extra(k, value)} for row in rows]
     names = dict.fromkeys(name for row in others for name in row)
     return {name: _numbers(row.get(name) for row in others) for name in names}
 
@@ -386,10 +372,7 @@ def compare(runs: Iterable[Run]) -> Comparison:
 
 
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Choose settings that, with the recipe, tell all runs apart; none that adds nothing.
-
-    Settings that always change together, as a dataset and its model do, need only one of them.
-    """
+    """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
     chosen: list[str] = []
     num_distinct = len({run.recipe for run in runs})

@@ -4,8 +4,6 @@ The page holds template, style, scripts and data, and needs no network. What it 
 document with arrays in it: groups, curves, runs, results and settings.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html
@@ -26,18 +24,9 @@ from numpy.typing import NDArray
 import aqg
 from aqg.errors import RunError
 from aqg.report import curves
+from aqg.report import runs as grouping
 from aqg.report.frontier import Panel, of_runs, of_studies
-from aqg.report.runs import (
-    COLORS,
-    Comparison,
-    Group,
-    Run,
-    assign_colors,
-    compare,
-    holds_runs,
-    read_runs,
-    setting_text,
-)
+from aqg.report.runs import COLORS, Comparison, Fault, Group, Run, setting_text
 from aqg.runs.cost import BYTES
 from aqg.runs.files import write_atomically
 from aqg.runs.table import format_bytes
@@ -63,7 +52,7 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
     colors = {group.recipe: group.color for group in groups}
     others = [point.recipe for panel in studies for point in panel.points]
     if not colors:
-        colors = assign_colors(list(dict.fromkeys(others)))
+        colors = grouping.assign_colors(list(dict.fromkeys(others)))
     extras = _telling_extras(runs)
     all_extras = dict.fromkeys(name for run in runs for name in run.extras)
     position = {id(run): index for index, run in enumerate(runs)}
@@ -74,11 +63,7 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
         "headline": headline(comparison),
         "versions": _versions(runs),
         "recipes": [
-            {
-                "name": name,
-                "color": next(group.color for group in groups if group.recipe == name),
-                "again": rank >= len(COLORS),
-            }
+            {"name": name, "color": colors[name], "again": rank >= len(COLORS)}
             for rank, name in enumerate(comparison.recipes)
         ],
         "telling": list(comparison.telling),
@@ -125,6 +110,10 @@ def _group(
         curve = {"x": band.x, "y": band.median}
         return curve | ({"low": band.low, "high": band.high} if len(group.runs) > 1 else {})
 
+    def curve(axis: str, metric: str) -> dict[str, Any] | None:
+        return shown(curves.combine([curves.run_points(run, axis, metric) for run in group.runs]))
+
+    named = {name: name for name in curves.LOSSES} | {f"test_{name}": name for name in metrics}
     results = [curves.result_of(run) for run in group.runs]
     config = group.runs[0].config
     return {
@@ -143,16 +132,7 @@ def _group(
         "target": common(result["target"] for result in results),
         "reached": sum(result["target_upload_bytes"] is not None for result in results),
         "curves": {
-            key: {
-                axis: shown(
-                    curves.combine([curves.run_points(run, axis, metric) for run in group.runs])
-                )
-                for axis in curves.AXES
-            }
-            for key, metric in [
-                *((name, name) for name in curves.LOSSES),
-                *((f"test_{name}", name) for name in metrics),
-            ]
+            k: {axis: curve(axis, name) for axis in curves.AXES} for k, name in named.items()
         },
         "extras": {
             name: shown(curves.combine([curves.extra_points(run, name) for run in group.runs]))
@@ -231,17 +211,14 @@ def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """Count the faults of each run by what happened."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        by_text: dict[str, dict[str, Any]] = {}
+        by_text: dict[str, list[Fault]] = {}
         for fault in run.faults:
-            row = by_text.setdefault(
-                fault.text,
-                {"run": index, "text": fault.text, "count": 0, "first": fault.round, "who": set()},
-            )
-            row["count"] += 1
-            row["last"] = fault.round
-            row["who"].add(fault.client)
-        rows.extend(by_text.values())
-    return [{**row, "who": sorted(row["who"])[:20]} for row in rows[:_MAX_FAULT_ROWS]]
+            by_text.setdefault(fault.text, []).append(fault)
+        for text, own in by_text.items():
+            row = {"run": index, "text": text, "count": len(own), "first": own[0].round}
+            who = sorted({fault.client for fault in own})[:20]
+            rows.append(row | {"who": who, "last": own[-1].round})
+    return rows[:_MAX_FAULT_ROWS]
 
 
 def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -399,9 +376,7 @@ _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "
 
 
 def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
-    """Return the report as one HTML text.
-
-    ``studies`` are the panels of comparisons that were measured already.
+    """Return the report as one HTML text; ``studies`` are comparisons measured already.
 
     Whatever comes from run directories reaches the page as packed data, which the scripts show as
     text only, or escaped.
@@ -451,8 +426,8 @@ def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Pa
     """Write what is asked for; return the files, and how many runs were read."""
     studies = of_studies(directories)
     # What was published of a comparison has no runs beside it.
-    with_runs = [path for path in directories if path not in studies or holds_runs(path)]
-    comparison = compare(read_runs(with_runs))
+    with_runs = [path for path in directories if path not in studies or grouping.holds_runs(path)]
+    comparison = grouping.compare(grouping.read_runs(with_runs))
     panels = [panel for found in studies.values() for panel in found]
     contents = {outputs.html: make_page(comparison, panels).encode()}
     if outputs.png is not None:

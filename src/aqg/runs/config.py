@@ -5,8 +5,6 @@ problem's own file; a TOML file; ``--set key=value``; and the command line's own
 all settings is `aqg.settings`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tomllib
@@ -171,10 +169,7 @@ def read_stored(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
-    """Return federated averaging's step along the clients' sum: ``η·K/M`` for ``K`` local steps.
-
-    ``K`` is that of a client with the mean number of samples.
-    """
+    """Return ``η·K/M``, where a client with the mean number of samples takes ``K`` local steps."""
     names = ("batch_size", "local_steps", "local_epochs", "local_rate")
     values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in names)
     local = LocalTraining(*values)
@@ -188,13 +183,10 @@ DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
     "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
     "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
 }
-STEP_SIZES: dict[tuple[str, str], float] = {
-    ("digits", "mean"): 0.1,
-    ("digits", "sum"): 0.0007,
-    ("mnist", "mean"): 0.02,
-    ("mnist", "sum"): 3e-6,
-    ("heterogeneous", "mean"): 0.008,
-    ("heterogeneous", "sum"): 0.0015,
+STEP_SIZES: dict[str, dict[str, float]] = {
+    "digits": {"mean": 0.1, "sum": 0.0007},
+    "mnist": {"mean": 0.02, "sum": 3e-6},
+    "heterogeneous": {"mean": 0.008, "sum": 0.0015},
 }
 """For the default number of clients."""
 OWN = "custom"
@@ -243,13 +235,8 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-_OF_A_PROBLEM: dict[str, Any] = {
-    "dataset": OWN,
-    "partition": OWN,
-    "model": OWN,
-    "l2": 0.0,
-    "scaling": "mean",
-}
+_OF_A_PROBLEM: dict[str, Any] = dict.fromkeys(("dataset", "partition", "model"), OWN)
+_OF_A_PROBLEM |= {"l2": 0.0, "scaling": "mean"}
 
 
 def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict[str, Any]:
@@ -298,7 +285,7 @@ def _dataset_step_size(settings: Mapping[str, Any]) -> float:
     """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
     dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
     require_choice("scaling", scaling, ("mean", "sum"))
-    step_size = STEP_SIZES[dataset, scaling]
+    step_size = STEP_SIZES[dataset][scaling]
     clients: int = _typed("clients", settings["clients"])
     if scaling == "sum" or clients < 1:
         return step_size

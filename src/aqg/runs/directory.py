@@ -196,10 +196,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rounds in a run's directory as objects, whichever program wrote them.
-
-    A last line that is still being written is left out; a damaged one raises `RunError`.
-    """
+    """Return the rounds of a run, whichever program wrote it; the last line may be cut."""
     return files.parse_lines(path / ROUNDS, files.whole_lines(path / ROUNDS))
 
 
@@ -239,10 +236,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 class RunFiles:
-    """The files of one run, for the process that runs it and holds the lock.
-
-    A checkpoint or summary of a run with another identity is refused.
-    """
+    """The files of one run, for who holds its lock; those of another identity are refused."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
@@ -309,12 +303,8 @@ class RunFiles:
         except OSError as error:
             name = str(self.path / ROUNDS)
             raise RunError(f"{name!r} cannot be written: {error.strerror}") from None
-        about = {
-            "run": self._identity,
-            "rounds": num_rounds,
-            "bytes": self._num_bytes,
-            "sha256": self._digest.hexdigest(),
-        }
+        about = {"run": self._identity, "rounds": num_rounds, "bytes": self._num_bytes}
+        about["sha256"] = self._digest.hexdigest()
         files.write_arrays(self.path / CHECKPOINT, arrays, about)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

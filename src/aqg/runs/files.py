@@ -5,8 +5,6 @@ is a plain ``.npz``, in which every array has one. What does not fit its checksu
 with the file, the place and what is wrong there. Nothing is guessed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -99,10 +97,7 @@ def parse_lines(path: Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 class Records:
-    """Objects in a file, a line each, that grows; every line is on disk when `add` returns.
-
-    One process writes, under the lock of the directory; others may read.
-    """
+    """Objects in a file, on disk when `add` returns; one process writes, others may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -5,8 +5,6 @@ way is better; or, without one, the lowest training loss. Up to some fifty model
 measured, the last among them. Ties go to the earlier one.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -120,14 +118,9 @@ def run(
         goal = config.goal
         if goal is not None and goal.hold and goal.kind == "residual" and callable(minimum):
             minimum = minimum()
-        judge = Judge(
-            goal,
-            config.rounds,
-            eval_every=config.eval_every,
-            validates=config.validation > 0,
-            minimum=None if callable(minimum) else minimum,
-            ceiling=ceiling,
-        )
+        how: dict[str, Any] = {"eval_every": config.eval_every, "validates": config.validation > 0}
+        how |= {"minimum": None if callable(minimum) else minimum, "ceiling": ceiling}
+        judge = Judge(goal, config.rounds, **how)
         try:
             return _run(config, problem, minimum, files, contact or Contact(), judge, keeps_models)
         finally:

@@ -4,8 +4,6 @@ Nothing of a study is written before every distinct problem was tried out and it
 Then come the runs, each a task of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from abc import ABC, abstractmethod
@@ -78,11 +76,9 @@ class StudyPlan(ABC, Generic[JobType]):
 
 
 class Batch(StudyPlan[Job]):
-    """Runs that do not depend on each other, without those that are finished.
+    """Runs that do not depend on each other; ``left`` are those that are not finished.
 
     Runs on the same data come one after the other, so that workers seldom load anew.
-
-    ``left`` are the jobs that were still to do when the plan was made.
     """
 
     def __init__(self, jobs: Iterable[Job], directory: Path) -> None:
@@ -140,15 +136,12 @@ Minima = Mapping[Key, float | None]
 
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
-_NOT_OF_THE_PROBLEM = frozenset(
-    (
-        *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
-        *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
-        *("batch_size", "local_steps", "local_epochs", "local_rate"),
-        *("speeds", "buffer_size", "outages", "link_mbit"),
-        *("engine", "device", "plugins"),
-    )
-)
+_NOT_OF_THE_PROBLEM = {
+    *("recipe", "rounds", "alpha", "step", "bits", "max_staleness", "optimizer", "downlink"),
+    *("dropout", "absences", "participation", "target", "target_kind", "hold", "eval_every"),
+    *("batch_size", "local_steps", "local_epochs", "local_rate", "speeds", "buffer_size"),
+    *("outages", "link_mbit", "engine", "device", "plugins"),
+}
 """Settings that leave the problem as it is; a setting not listed is taken to shape it."""
 
 

@@ -6,8 +6,6 @@ summary holds the *curve*: the accuracy or loss on the validation set after ever
 byte that all clients had sent and received by then.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -78,12 +76,9 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
         )
     random = np.random.default_rng([_CHOSEN, num_samples])
     chosen = np.sort(random.permutation(len(dataset))[:num_samples])
-    return replace(
-        dataset,
-        features=dataset.features[chosen],
-        labels=dataset.labels[chosen],
-        sources=None if dataset.sources is None else dataset.sources[chosen],
-    )
+    sources = None if dataset.sources is None else dataset.sources[chosen]
+    features, labels = dataset.features[chosen], dataset.labels[chosen]
+    return replace(dataset, features=features, labels=labels, sources=sources)
 
 
 def make_problem(
@@ -357,13 +352,9 @@ def curve(
     ``values`` are what the run's target is about, ``bytes`` all that travelled, ``tests`` the test
     accuracies that were measured, as pairs of rounds and accuracy.
     """
-    tests = [
-        [line.record.round - 1, line.metrics["accuracy"]]
-        for line in lines
-        if "accuracy" in line.metrics
-    ]
-    if "accuracy" in final_metrics:
-        tests.append([len(lines), final_metrics["accuracy"]])
+    measured = [*((line.record.round - 1, line.metrics) for line in lines)]
+    measured.append((len(lines), final_metrics))
+    tests = [[rounds, row["accuracy"]] for rounds, row in measured if "accuracy" in row]
     return {
         "values": [finite_or_none(float(f"{value:.6g}")) for value in values],
         "bytes": running_totals(line.record for line in lines),

@@ -1,7 +1,5 @@
 """One kind of table, for the terminal and Markdown; CSV; and how sizes are written."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

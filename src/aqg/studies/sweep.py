@@ -16,8 +16,6 @@ A run with a ``summary.json`` of its own is finished and never touched again; th
 their checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -235,10 +233,7 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 def collect(
     sweep: Sweep, directory: Path, failures: Mapping[str, AqgError]
 ) -> list[dict[str, Any]]:
-    """Return one object per run: name, settings that vary, and results or the error.
-
-    What each client sent and received stays in the run's own summary.
-    """
+    """Return one object per run: name, settings that vary, and results or the error."""
     rows = []
     for run in sweep.runs:
         row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}

@@ -255,12 +255,8 @@ def _best_pair(r: Any, is_candidate: Any, top: Any) -> Any:
             explained = 0.0
             if far + near <= limit:
                 covariance = 2 * r[near] + 2 * r[far] + r[far + near] + r[far - near]
-                spread = (
-                    (10 + 8 * r[near] + 2 * r[2 * near])
-                    + 8 * r[far - near]
-                    + 4 * r[far]
-                    + 4 * r[far - 2 * near]
-                )
+                spread = 10 + 8 * r[near] + 2 * r[2 * near]
+                spread = spread + 8 * r[far - near] + 4 * r[far] + 4 * r[far - 2 * near]
                 if covariance > 0:
                     explained = covariance**2 / max(spread, 1.0)
             if explained > best:
@@ -548,18 +544,11 @@ def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
     west = int(buckets[np.uint64(k - near)])
     west_west = int(buckets[np.uint64(k - 2 * near)])
     north_east = int(buckets[np.uint64(k - far + near)])
-    around = (
-        2 * west
-        + 2 * int(buckets[np.uint64(k - far)])
-        + int(buckets[np.uint64(k - far - near)])
-        + north_east
-    )
-    before = (
-        int(buckets[np.uint64(k - 1)])
-        + int(buckets[np.uint64(k - 2)])
-        + int(buckets[np.uint64(k - 3)])
-        + int(buckets[np.uint64(k - 4)])
-    )
+    north = int(buckets[np.uint64(k - far)])
+    around = 2 * west + 2 * north + int(buckets[np.uint64(k - far - near)]) + north_east
+    before = 0
+    for i in range(1, 5):
+        before += int(buckets[np.uint64(k - i)])
     a = AROUND + NODES * int(ACTIVITY[np.uint64(around)])
     b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
     c = BEFORE + NODES * (3 * int(ACTIVITY[np.uint64(before)]) + min(west, 2))
@@ -574,11 +563,8 @@ def _sign_contexts(
     west = flip * int(values[np.uint64(k - near)])
     west_west = flip * int(values[np.uint64(k - 2 * near)])
     north_east = flip * int(values[np.uint64(k - far + near)])
-    pull = (
-        2 * west
-        + flip * (2 * int(values[np.uint64(k - far)]) + int(values[np.uint64(k - far - near)]))
-        + north_east
-    )
+    north = 2 * int(values[np.uint64(k - far)]) + int(values[np.uint64(k - far - near)])
+    pull = 2 * west + flip * north + north_east
     a = COLUMN + 2 * (column & (NUM_COLUMNS - 1)) + (1 if pull > 0 else 0)
     b = PULL + (2 * PULL_LIMIT + 1) * kind + _clip(pull, np.int64(PULL_LIMIT)) + PULL_LIMIT
     two = np.int64(2)
@@ -630,15 +616,8 @@ def code_symbols(
             )
             node = more
         while more and node < last_bucket:
-            more, coder = _code_mixed(
-                coder,
-                buffer,
-                decoding,
-                1 if bucket > node else 0,
-                model,
-                node,
-                (a + node, b + node, c + node),
-            )
+            goes_on, slots = 1 if bucket > node else 0, (a + node, b + node, c + node)
+            more, coder = _code_mixed(coder, buffer, decoding, goes_on, model, node, slots)
             node += more
         if decoding:
             magnitude = node

@@ -294,11 +294,7 @@ def encode_snapshot(public: Public, start: FloatArray | None) -> bytes:
 
 
 def decode_snapshot(data: bytes, like: Public, start: FloatArray | None) -> Public:
-    """Return the public model that was written.
-
-    ``like`` is a public model of the same shape, ``start`` the starting model where the reader has
-    it.
-    """
+    """Return the public model; ``like`` has its shape, and ``start`` is the starting model."""
     reader = Reader.of_sealed(data, "the snapshot", 4)
     head = reader.take(2, "its mark").tobytes()
     if head[0] != SNAPSHOT_MARK or head[1] > 1:

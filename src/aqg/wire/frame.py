@@ -304,11 +304,7 @@ def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArr
 
 
 def warm_up() -> None:
-    """Run every kernel once on tiny messages.
-
-    The first time on a machine this compiles them, which takes a while and is kept on disk; later
-    it only loads them. Without it the first messages do the same.
-    """
+    """Run every kernel once on tiny messages; the first time on a machine this compiles them."""
     random = np.random.default_rng(0)
     few = np.ones(100, np.uint8)
     few[7] = 2

@@ -74,10 +74,7 @@ def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
 def decode_values(
     mode: Mode, payload: NDArray[np.uint8], length: int, threads: int | None
 ) -> Values:
-    """Undo `encode_values`; the parts of the message fit each other, its values may not.
-
-    Memory is taken in proportion to ``length`` only.
-    """
+    """Undo `encode_values`; the parts of the message fit each other, its values may not."""
     return _DECODERS[mode](Reader(payload), length, threads)
 
 

@@ -256,11 +256,10 @@ def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
 
 def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Plane]:
     """Return one plane per byte, the lowest first."""
-    kind = numbers.dtype.type
-    return [
-        Plane((numbers >> kind(8 * place)).astype(np.uint8), alphabet)
-        for place, alphabet in enumerate(alphabets)
-    ]
+    kind, planes = numbers.dtype.type, []
+    for place, alphabet in enumerate(alphabets):
+        planes.append(Plane((numbers >> kind(8 * place)).astype(np.uint8), alphabet))
+    return planes
 
 
 def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:

@@ -273,10 +273,7 @@ class Findings:
         return found
 
     def best(self, recipe: str, task: Task, with_former: bool = True) -> Setting | None:
-        """Return the best setting on seed 0; None where none was tried.
-
-        ``with_former`` are those whose step can no longer be run.
-        """
+        """Return the best setting tried on seed 0; ``with_former`` one that cannot be run now."""
         ranks = self.ranks(recipe, task)
         if not with_former:
             ranks = {s: found for s, found in ranks.items() if s.multiplier != search.FORMER_STEP}
@@ -400,15 +397,9 @@ def make_config(
         chosen = {"step": AUTO if is_ours(trial.recipe, task) else search.STEP}
     elif setting.multiplier == search.FORMER_STEP:
         raise ConfigError(f"{setting} cannot be run: the rule for its step is no longer there")
-    return replace(
-        config,
-        recipe=setting.spec,
-        bits=setting.bits,
-        seed=trial.seed,
-        downlink=downlink if setting.downlink == AUTO else setting.downlink,
-        device=device if task.uses_device else "cpu",
-        **chosen,
-    )
+    chosen |= {"recipe": setting.spec, "bits": setting.bits, "seed": trial.seed}
+    chosen["downlink"] = downlink if setting.downlink == AUTO else setting.downlink
+    return replace(config, device=device if task.uses_device else "cpu", **chosen)
 
 
 class ContestPlan(StudyPlan[TrialJob]):
@@ -540,13 +531,9 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     stored = read_outcomes(directory)
     whole = {task.name for task in tasks if FEDAVG in recipes and task.goal.target is None}
     pairs = {(recipe, task.name) for recipe in recipes for task in tasks}
-    kept = [
-        outcome
-        for trial, outcome in stored.items()
-        if trial.task not in whole and (trial.recipe, trial.task) not in pairs
-    ]
+    kept = [t for t in stored if t.task not in whole and (t.recipe, t.task) not in pairs]
     if len(kept) < len(stored):
-        Records(directory / TRIALS).replace([outcome.to_json() for outcome in kept])
+        Records(directory / TRIALS).replace([stored[trial].to_json() for trial in kept])
     for name in whole:
         shutil.rmtree(directory / safe(name), ignore_errors=True)
     for recipe, name in pairs:

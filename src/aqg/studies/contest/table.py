@@ -14,8 +14,6 @@ A comparison's directory holds
 ================ ============================================================================
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -99,15 +97,11 @@ def make_cells(
             tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
             left, later = plan.pending_trials(comparison, recipe, task, findings, tuned)
             tried = findings.by_pair[recipe, task.name]
-            cells += [
-                replace(
-                    _make_cell(task, name, runs, ours, findings),
-                    is_partial=bool(left or later),
-                    same_as=None if same == recipe else same,
-                    num_settings=len({t.setting for t in tried if t.seed == SEARCH_SEED}),
-                )
-                for name in task.goal.names
-            ]
+            about: dict[str, Any] = {"is_partial": bool(left or later)}
+            about["same_as"] = None if same == recipe else same
+            about["num_settings"] = len({t.setting for t in tried if t.seed == SEARCH_SEED})
+            made = (_make_cell(task, name, runs, ours, findings) for name in task.goal.names)
+            cells += [replace(cell, **about) for cell in made]
     return cells
 
 
@@ -161,11 +155,8 @@ def _make_cell(
     own = [o for o in runs if o.trial.seed in found]
     values = [v for o in own for v in o.curve.values if v == v]
     default = _scores(task, name, ours, findings)
-    ratios = [
-        one.cost / other.cost
-        for seed, one in found.items()
-        if one is not None and (other := default.get(seed)) is not None
-    ]
+    pairs = [(one, default.get(seed)) for seed, one in found.items()]
+    ratios = [a.cost / b.cost for a, b in pairs if a is not None and b is not None]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
     about = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)

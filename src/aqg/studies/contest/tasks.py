@@ -6,8 +6,6 @@ Two regimes: with exact gradients updates repeat themselves from round to round,
 they are mostly noise. A user's own task is the same thing with the user's settings.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping

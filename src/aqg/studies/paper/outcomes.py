@@ -182,10 +182,7 @@ class Results:
         return outcome.reached.get(self.about[f"{kind}_residual"])
 
     def cost_to_the_end(self, outcome: Outcome) -> Cost | None:
-        """Return what the paper counts, of runs that get where they should, as ratios need it.
-
-        A logistic run has 500 rounds whether it converges or not.
-        """
+        """Return `cost_of` runs that converge or reach their target; None for the others."""
         is_lost = outcome.diverged or (outcome.section == "logistic" and not outcome.converged)
         return None if is_lost else self.cost_of(outcome)
 
@@ -420,9 +417,8 @@ def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
 def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
     results = read_results(directory)
     here = {outcome.name for outcome in results.outcomes} | {one.key for one in results.perturbed}
-    return tuple(
-        planned
-        for planned in plan
-        if (key_of(planned.run.config) if planned.section == ROUNDING_SECTION else planned.run.name)
-        not in here
-    )
+
+    def key(one: PlannedRun) -> object:
+        return key_of(one.run.config) if one.section == ROUNDING_SECTION else one.run.name
+
+    return tuple(planned for planned in plan if key(planned) not in here)

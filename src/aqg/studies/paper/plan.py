@@ -1,7 +1,5 @@
 """The paper's Table 2, and the runs that repeat it: at its lengths, or shortened for a laptop."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -19,6 +19,7 @@ import numpy as np
 
 from aqg.report.curves import Band, Points, combine
 from aqg.report.pictures import new_figure, tidy
+from aqg.report.runs import COLORS as PALETTE
 from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper import plan
@@ -178,16 +179,8 @@ def rounding_table(results: Results) -> Table:
     return Table("rounding", title, "Uploads of seed 0.", header, rows, 2)
 
 
-COLORS = {
-    "lean": "#0072B2",
-    "auto": "#8C510A",
-    "aqg-2": "#D55E00",
-    "aqg": "#E69F00",
-    "aqg-augmented": "#CC79A7",
-    "laq": "#009E73",
-    "qgd": "#56B4E9",
-    "gd": "#555555",
-}
+_IN_COLOR_ORDER = ("lean", "aqg-2", "laq", "aqg-augmented", "aqg", "qgd", "gd", "auto")
+COLORS = dict(zip(_IN_COLOR_ORDER, PALETTE, strict=False))
 _PANELS = (
     ("rounds", "iteration"),
     ("uploads", "uploads"),
