@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from aqg.core.grids import Grid, affine, grid_step, value_table
-from aqg.core.kernels import add_levels, measure, move_mirror, quantize
+from aqg.core.grids import Grid
+from aqg.core.kernels import measure
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
@@ -50,53 +48,6 @@ def test_cuda_takes_the_same_decisions(recipe, setting):
         pytest.skip("no CUDA device here")
     arguments, options = in_setting(recipe, setting)
     check_torch(*arguments, **options, rounds=60, device="cuda")
-
-
-TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])
-
-
-@given(
-    st.integers(1, 40),
-    st.integers(0, 2**32 - 1),
-    TINY_OR_HUGE,
-    st.sampled_from([np.float32, np.float64]),
-    st.sampled_from(list(Grid)),
-)
-def test_compiled_steps_are_those_of_the_grid(size, seed, scale, dtype, grid):
-    vector = (np.random.default_rng(seed).standard_normal(size) * scale).astype(dtype)
-    radius = float(np.abs(vector).max())
-    mean_abs = float(np.abs(vector).sum(dtype=np.float64)) / size
-    steps = measure(vector, grid, 6).steps
-    for width in range(1, 7):
-        expected = grid_step(grid, width, radius, mean_abs)
-        if width == 1 and grid is Grid.MIDTREAD:  # a sum may round in another order
-            assert steps[0] == pytest.approx(expected, rel=1 / 128)
-        else:
-            assert steps[width - 1] == expected
-
-
-@given(
-    st.integers(1, 300),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([np.float32, np.float64]),
-    st.sampled_from(list(Grid)),
-    st.integers(1, 9),
-    st.sampled_from([1.0, 0.3]),
-)
-def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
-    size, seed, dtype, grid, width, weight
-):
-    random = np.random.default_rng(seed)
-    delta = random.standard_normal(size).astype(dtype)
-    step = grid_step(grid, width, float(np.abs(delta).max()), float(np.abs(delta).mean()))
-    levels = quantize(delta, grid, width, step)
-    values = value_table(grid, width, step, dtype)
-    old, total = random.standard_normal(size).astype(dtype), random.standard_normal(size)
-    new = add_levels(old, levels, values)
-    expected = total + weight * (new.astype(np.float64) - old)
-    move_mirror(old, levels, affine(grid, width, step), total, weight)
-    assert np.array_equal(old, new)
-    assert np.array_equal(total, expected)
 
 
 def wide_problem(num_clients, dtype="float64"):
