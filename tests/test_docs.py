@@ -109,25 +109,33 @@ def pages_with_code():
 
 
 @each_page
-def test_every_command_is_one_that_there_is(page):
-    root = typer.main.get_command(app)
+def test_blocks_can_be_read_and_commands_are_those_that_there_are(page):
     for block in blocks(page):
-        if block.kind not in _SHELLS:
+        if block.kind == "":
             unmarked = [line for line in commands(block) if line.startswith(("aqg ", "python -m "))]
-            assert block.kind or not unmarked, "these are in a block without `sh`"
-            continue
-        for line in commands(block):
-            if not line.startswith("aqg "):
-                continue
-            command, arguments = root, shlex.split(line, comments=True)[1:]
-            context = click.Context(root)
-            while isinstance(command, click.Group):
-                assert arguments, line
-                name = arguments.pop(0)
-                command = command.get_command(context, name)
-                assert command is not None, f"{line}: there is no command {name}"
-            # Paths need not exist here; options and their values must be right.
-            command.make_context("aqg", arguments, resilient_parsing=False)
+            assert not unmarked, "these are in a block without `sh`"
+        elif block.kind in _SHELLS:
+            for line in commands(block):
+                if line.startswith("aqg "):
+                    check_command(line, shlex.split(line, comments=True)[1:])
+        elif block.kind == "python" and ">>>" not in block.body:
+            ast.parse(block.body)
+        elif block.kind == "toml":
+            document = tomllib.loads(block.body)
+            if "grid" in document:
+                expand(document)
+            elif set(document) <= set(SETTINGS):
+                resolve(document)
+
+
+def check_command(line, arguments):
+    """Paths need not exist here; options and their values must be right."""
+    root = command = typer.main.get_command(app)
+    while isinstance(command, click.Group):
+        assert arguments, line
+        command = command.get_command(click.Context(root), arguments.pop(0))
+        assert command is not None, line
+    command.make_context("aqg", arguments, resilient_parsing=False)
 
 
 @pytest.mark.parametrize("page", [*pages_with_code()], ids=name_of)
@@ -180,20 +188,6 @@ def shortened(arguments):
         arguments = ["digits" if argument == "mnist" else argument for argument in arguments]
         arguments += ["--rounds", ROUNDS]
     return arguments
-
-
-@each_page
-def test_blocks_can_be_read(page):
-    for block in blocks(page):
-        if block.kind == "python" and ">>>" not in block.body:
-            ast.parse(block.body)
-        if block.kind != "toml":
-            continue
-        document = tomllib.loads(block.body)
-        if "grid" in document:
-            expand(document)
-        elif set(document) <= set(SETTINGS):
-            resolve(document)
 
 
 def anchors(text):

@@ -300,18 +300,6 @@ def test_follows_the_paper(recipe):
     assert len({width for row in widths for width in row}) > 1
 
 
-def test_losses_are_those_of_the_model_that_was_broadcast():
-    problem = tiny_problem(num_clients=3)
-    simulation = ReferenceSimulation(problem, make_recipe("gd"), ALPHA)
-    before = simulation.loss()
-    record = simulation.run_round()
-    assert record.loss == before
-    assert simulation.run_round(evaluate=False).loss is None
-    start = problem.initial_params
-    exact = [problem.objective.losses(start, *client) for client in problem.clients]
-    assert before == pytest.approx(np.mean(exact))
-
-
 def test_a_client_with_nan_is_reported_and_the_others_go_on():
     problem = tiny_problem(num_clients=3)
     broken = problem.clients[1]

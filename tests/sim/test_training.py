@@ -180,6 +180,7 @@ def test_weights_by_hand(name):
         received = [message.values(np.float64) for message in messages]
     expected = start - 0.05 * np.sum(weights[:, None] * np.array(received), axis=0)
     assert simulation.parameters == pytest.approx(expected, rel=1e-12)
+    assert simulation.run_round(evaluate=False).loss is None
 
 
 def test_weights_make_the_loss_that_of_all_samples():
