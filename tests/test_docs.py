@@ -3,7 +3,8 @@
 Python sessions are doctests, run by pytest itself. Here: shell blocks are run in a temporary
 directory, with few rounds; every ``aqg`` command in any page must be one that the command line
 takes; TOML must be readable as what it is; plain Python must run. Then: what README, pages,
-results and code state more than once agrees, and tables are those of the stored runs.
+results and code state more than once agrees, and tables are those of the stored runs. And the site
+builds without a warning, and takes nothing from the network.
 
 Comments steer this: ``<!-- file: NAME -->`` before a block puts it into the directory under that
 name, and ``<!-- not run: why -->`` leaves a block unrun.
@@ -42,6 +43,7 @@ from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Settin
 from aqg.studies.contest.tasks import TASKS
 from aqg.studies.sweep import expand
 
+from tests.commands import run
 from tests.problems import soak
 from tests.studies.contest.test_plan import averaging, cells_of, outcome
 from tests.studies.contest.trials import run_trial
@@ -109,25 +111,33 @@ def pages_with_code():
 
 
 @each_page
-def test_every_command_is_one_that_there_is(page):
-    root = typer.main.get_command(app)
+def test_blocks_can_be_read_and_commands_are_those_that_there_are(page):
     for block in blocks(page):
-        if block.kind not in _SHELLS:
+        if block.kind == "":
             unmarked = [line for line in commands(block) if line.startswith(("aqg ", "python -m "))]
-            assert block.kind or not unmarked, "these are in a block without `sh`"
-            continue
-        for line in commands(block):
-            if not line.startswith("aqg "):
-                continue
-            command, arguments = root, shlex.split(line, comments=True)[1:]
-            context = click.Context(root)
-            while isinstance(command, click.Group):
-                assert arguments, line
-                name = arguments.pop(0)
-                command = command.get_command(context, name)
-                assert command is not None, f"{line}: there is no command {name}"
-            # Paths need not exist here; options and their values must be right.
-            command.make_context("aqg", arguments, resilient_parsing=False)
+            assert not unmarked, "these are in a block without `sh`"
+        elif block.kind in _SHELLS:
+            for line in commands(block):
+                if line.startswith("aqg "):
+                    check_command(line, shlex.split(line, comments=True)[1:])
+        elif block.kind == "python" and ">>>" not in block.body:
+            ast.parse(block.body)
+        elif block.kind == "toml":
+            document = tomllib.loads(block.body)
+            if "grid" in document:
+                expand(document)
+            elif set(document) <= set(SETTINGS):
+                resolve(document)
+
+
+def check_command(line, arguments):
+    """Paths need not exist here; options and their values must be right."""
+    root = command = typer.main.get_command(app)
+    while isinstance(command, click.Group):
+        assert arguments, line
+        command = command.get_command(click.Context(root), arguments.pop(0))
+        assert command is not None, line
+    command.make_context("aqg", arguments, resilient_parsing=False)
 
 
 @pytest.mark.parametrize("page", [*pages_with_code()], ids=name_of)
@@ -180,20 +190,6 @@ def shortened(arguments):
         arguments = ["digits" if argument == "mnist" else argument for argument in arguments]
         arguments += ["--rounds", ROUNDS]
     return arguments
-
-
-@each_page
-def test_blocks_can_be_read(page):
-    for block in blocks(page):
-        if block.kind == "python" and ">>>" not in block.body:
-            ast.parse(block.body)
-        if block.kind != "toml":
-            continue
-        document = tomllib.loads(block.body)
-        if "grid" in document:
-            expand(document)
-        elif set(document) <= set(SETTINGS):
-            resolve(document)
 
 
 def anchors(text):
@@ -563,3 +559,70 @@ def test_runs_of_the_former_default_are_kept_apart():
         for trial in read_outcomes(folder):
             is_former = trial.setting.multiplier == FORMER_STEP
             assert not (is_former and trial.recipe in (FEDAVG, "auto"))
+
+
+_LOADED = re.compile(
+    r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?P<src>[^\s\">]+)"
+    r"|<link(?P<link>[^>]*)>"
+    r"|url\((?P<url>[^)]+)\)"
+    r"|@import\s+[\"'](?P<imported>[^\"']+)"
+)
+_HREF = re.compile(r"\shref=\"?([^\s\">]+)")
+
+
+def loaded_from(text):
+    """Yield what a browser fetches to show a page or a stylesheet."""
+    for match in _LOADED.finditer(text):
+        if match["link"] is None:
+            yield match["src"] or match["url"] or match["imported"]
+        elif re.search(r"rel=\"?(stylesheet|icon|preload|preconnect|dns-prefetch)", match["link"]):
+            yield from _HREF.findall(match["link"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if find_spec("zensical") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("needs the site generator: pip install 'aqg[docs]'")
+    place = tmp_path_factory.mktemp("site") / "site"
+    run(sys.executable, str(ROOT / "tools" / "site.py"), str(place))
+    return place
+
+
+@pytest.mark.soak
+def test_every_page_is_built(site):
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
+
+
+@pytest.mark.soak
+def test_nothing_is_fetched_from_elsewhere(site):
+    files = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert files
+    for file in files:
+        for target in loaded_from(file.read_text(encoding="utf-8")):
+            address = target.strip("\"'")
+            assert not re.match(r"(https?:)?//", address), f"{file.relative_to(site)}: {address}"
+
+
+@pytest.mark.soak
+def test_pictures_are_in_the_site(site):
+    for page in site.rglob("*.html"):
+        for source in re.findall(r"<img[^>]*\ssrc=\"?([^\s\">]+)", page.read_text("utf-8")):
+            assert (page.parent / source).exists() or source.startswith("data:"), (page, source)
+
+
+@pytest.mark.soak
+def test_the_public_names_are_in_the_reference(site):
+    import aqg.flower
+
+    text = (site / "reference" / "api.html").read_text(encoding="utf-8")
+    for module in (aqg, aqg.sim, aqg.protocol, aqg.flower):
+        for name in set(module.__all__) - {"__version__"}:
+            assert re.search(rf'id="?{module.__name__}.{name}\b', text), name
+
+
+def test_what_a_page_loads_is_found():
+    page = '<script src="https://x.org/a.js"></script><link rel="stylesheet" href="//x.org/b.css">'
+    assert list(loaded_from(page)) == ["https://x.org/a.js", "//x.org/b.css"]
+    page = '<a href="https://x.org">x</a><link rel="canonical" href="https://y">'
+    assert not list(loaded_from(page))

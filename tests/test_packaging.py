@@ -233,16 +233,10 @@ def test_in_flares_simulator_the_example_is_small(built, tmp_path):
 def first_commands():
     """Return ``aqg run``, which ``make run`` is, and what else the README runs without any file."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
-    commands = [words[1:] for words in lines if words[:1] == ["aqg"]]
+    found = re.findall(r"^aqg +((?:run|recipes|datasets)\b[^#\n]*)", "".join(blocks), re.M)
     named = re.compile(r"/|\.(npz|py|toml)\b|DIR|mnist|cifar")
-    return [["run"]] + [
-        words
-        for words in commands
-        if words[0] in ("run", "recipes", "datasets")
-        and words != ["run"]
-        and not named.search(" ".join(words))
-    ]
+    commands = [line.split() for line in found if not named.search(line)]
+    return [["run"], *(words for words in commands if words != ["run"])]
 
 
 @pytest.mark.soak

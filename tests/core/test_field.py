@@ -390,8 +390,6 @@ COMBINATIONS = {
     "stc of averages": after(RunningAverage(0.3), name="stc:keep=0.2"),
     "lean by own movement": after(OwnMovement(), name="lean"),
     "clag of averages": after(RunningAverage(0.5), name="clag:zeta=4"),
-    "momentum": make_recipe("ef21-m:keep=0.2:eta=0.5", max_staleness=5),
-    "schedule": make_recipe("dadaquant:phi=4:psi=0.5"),
 }
 TRAINING = Training(LocalTraining(batch_size=8, steps=3, rate=0.05), participation=0.7)
 

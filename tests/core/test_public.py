@@ -40,9 +40,11 @@ from aqg.wire.entry import (
     log_since,
 )
 
+from tests.problems import tiny_problem
 from tests.wire.logs import sealed
 
 LENGTH = 300
+RECIPE = make_recipe("qsgd")
 DOWNLINKS = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
 
 
@@ -52,19 +54,21 @@ def upload(seed, sign=1):
     return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD)
 
 
-def publish(recipe_name, downlink, rounds):
-    """Return the entries of rounds in which clients sent these uploads."""
-    recipe = make_recipe(recipe_name)
-    step = Step(0.1, downlink=downlink)
-    state = init_server(recipe, np.ones(LENGTH), 3, step)
-    written = []
+def published(recipe, step, start, rounds, num_clients=1):
+    """Yield the states after rounds in which clients send these uploads, and the entries."""
+    state = init_server(recipe, start, num_clients, step)
     for uploads in rounds:
         for client, message in uploads.items():
             state = take_message(recipe, state, client, message)
-        before = state.public
         state, entry = publish_round(recipe, state, step)
-        written.append(encode_entry(entry, known_velocity(before)))
-    return written, state
+        yield state, entry
+
+
+def publish(recipe_name, downlink, rounds):
+    recipe, step, start = make_recipe(recipe_name), Step(0.1, downlink=downlink), np.ones(LENGTH)
+    states, entries = zip(*published(recipe, step, start, rounds, 3), strict=True)
+    before = [init_server(recipe, start, 3, step), *states]
+    return written([state.public for state in before], entries), states[-1]
 
 
 @pytest.mark.parametrize("downlink", DOWNLINKS)
@@ -105,11 +109,8 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
     from aqg.sim.simulation import model_in
     from aqg.sim.torch_backend import TorchBackend
 
-    from tests.problems import tiny_problem
-
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     rng, chosen = np.random.default_rng(5), make_recipe(recipe)
-    for device in devices:
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         space = TorchBackend(tiny_problem(), device)
         step = Step(0.01, optimizer=optimizer, downlink=downlink)
         model = init_model(chosen, rng.normal(size=LENGTH).astype(dtype), step)
@@ -137,12 +138,8 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
 )
 def test_the_default_is_the_recipes_own(recipe, expected):
     assert resolve_downlink("auto", make_recipe(recipe)) == expected
-    for spec, named in (
-        ("exact", Exact()),
-        ("full", Full()),
-        ("condensed:keep=1", Condensed(keep=1)),
-    ):
-        assert resolve_downlink(spec, make_recipe(recipe)) == named
+    named = {"exact": Exact(), "full": Full(), "condensed:keep=1": Condensed(keep=1)}
+    assert {spec: resolve_downlink(spec, make_recipe(recipe)) for spec in named} == named
 
 
 @pytest.mark.parametrize("shared", [0, 100, 200])
@@ -167,31 +164,24 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
 
 def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
     """One magnitude for all would say little of each; what is rounded off is sent later."""
-    recipe, levels = make_recipe("auto"), np.array([0, 5, 14, 16, 23, 30], np.uint8)
-    message = Upload(levels, 0.125, 5, Grid.MIDTREAD)
-    width = 15 * 0.125 / 7
-    step = Step(1.0, downlink=Condensed())
-    state = init_server(recipe, np.zeros(6), 1, step)
-    for number in range(1, 9):
-        state = take_message(recipe, state, 0, message)
-        state, entry = publish_round(recipe, state, step)
+    message = Upload(np.array([0, 5, 14, 16, 23, 30], np.uint8), 0.125, 5, Grid.MIDTREAD)
+    width, step = 15 * 0.125 / 7, Step(1.0, downlink=Condensed())
+    rounds = published(make_recipe("auto"), step, np.zeros(6), [{0: message}] * 8)
+    for number, (state, entry) in enumerate(rounds, 1):
         assert isinstance(entry.position, Upload)
         assert entry.position.width == 4
         assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
 
 
 def test_what_a_condensing_server_leaves_out_is_sent_later():
-    recipe, vector, step = make_recipe("qsgd"), upload(1), Step(1.0, downlink=Condensed(ratio=0.2))
-    state = init_server(recipe, np.zeros(LENGTH), 1, step)
-    for _ in range(30):
-        state, _ = publish_round(recipe, take_message(recipe, state, 0, vector), step)
+    vector, step = upload(1), Step(1.0, downlink=Condensed(ratio=0.2))
+    *_, (state, _) = published(RECIPE, step, np.zeros(LENGTH), [{0: vector}] * 30)
     total = 30 * vector.values(np.float64)
     np.testing.assert_allclose(state.model.rest - state.parameters, total, atol=1e-12)
     assert 0 < np.abs(state.model.rest).max() < np.abs(total).max()
 
 
 FEW = 64
-RECIPE = make_recipe("qsgd")
 STEP = Step(1.0, downlink=Condensed(keep=0.25))
 
 
@@ -201,18 +191,16 @@ def drawn(rng, step):
 
 def played(start, steps, seed=0):
     """Publish rounds in which uploads have these steps; return what clients held, and entries."""
-    state = init_server(RECIPE, start, 1, STEP)
-    public, rng = init_public(RECIPE, start), np.random.default_rng(seed)
-    held, entries, total = [public], [], np.zeros(FEW)
-    for size in steps:
-        message = drawn(rng, size)
+    rng = np.random.default_rng(seed)
+    messages = [drawn(rng, size) for size in steps]
+    held, entries, total = [init_public(RECIPE, start)], [], np.zeros(FEW)
+    rounds = published(RECIPE, STEP, start, [{0: message} for message in messages])
+    for message, (state, entry) in zip(messages, rounds, strict=True):
         total += message.values(np.float64)
-        state, entry = publish_round(RECIPE, take_message(RECIPE, state, 0, message), STEP)
-        public = advance(public, entry, RECIPE.movement)
-        assert public.parameters.tobytes() == state.parameters.tobytes()
-        assert public.quantum == state.model.quantum
-        held.append(public)
+        held.append(advance(held[-1], entry, RECIPE.movement))
         entries.append(entry)
+        assert held[-1].parameters.tobytes() == state.parameters.tobytes()
+        assert held[-1].quantum == state.model.quantum
         waiting = state.model.rest.astype(np.float64)
         shown = start.astype(np.float64) - state.parameters.astype(np.float64)
         np.testing.assert_allclose(shown + waiting, total, rtol=1e-6, atol=1e-6 * max(steps))
@@ -295,10 +283,8 @@ def merged(held, data, first):
     return merger.frame() if is_whole else None
 
 
-def same(one, other):
-    return one.parameters.tobytes() == other.parameters.tobytes() and (
-        (one.round, one.history, one.quantum) == (other.round, other.history, other.quantum)
-    )
+def content(public):
+    return public.parameters.tobytes(), public.round, public.history, public.quantum
 
 
 @anything
@@ -316,7 +302,7 @@ def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius, seed)
         if frame is None:
             continue
         assert log_rounds(frame) == range(first + 1, len(data) + 1)
-        assert same(follow_log(frame, held[first], RECIPE.movement), held[-1])
+        assert content(follow_log(frame, held[first], RECIPE.movement)) == content(held[-1])
         assert log_since(frame, first + 1) == frame
         assert log_since(frame, len(data) + 1) == encode_log(len(data) + 1, [])
         with pytest.raises(WireError, match="the model here is at"):

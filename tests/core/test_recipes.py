@@ -1,11 +1,25 @@
-"""One contract for every recipe in the table."""
+"""One contract for every recipe in the table, and the rules of the paper checked by hand."""
 
 from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from aqg.core.policies import Decision
+from aqg.core.kernels import Innovation
+from aqg.core.policies import (
+    Always,
+    Case,
+    Decision,
+    Lazy,
+    LazyExact,
+    Multilevel,
+    Tolerance,
+    TwoLevel,
+    thresholds,
+)
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
@@ -83,3 +97,80 @@ def test_users_add_their_own():
         register("a,b", "bad name")
     with pytest.raises(ConfigError, match="'lean' exists already"):
         register("lean", "taken")(make)
+
+
+def innovation(quantized_norm, errors, squared_norm=1.0):
+    squared_norm, errors, quantized_norm = map(np.float64, (squared_norm, errors, quantized_norm))
+    return Innovation(np.bool_(True), squared_norm, np.zeros_like(errors), errors, quantized_norm)
+
+
+ERRORS = [4.0, 1.0, 0.25, 0.0625]  # widths 1..4
+STORED = np.array([0.4, 0.1, 0.02, 0.01])
+
+
+def test_thresholds_read_the_errors_backwards():
+    limits = thresholds(Case(innovation(9.0, ERRORS), 0.5, STORED))
+    by_hand = [0.5 + 3 * (STORED[4 - b] + ERRORS[4 - b]) for b in (1, 2, 3, 4)]
+    assert limits.tolist() == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("norm", "laq", "two_level", "multilevel"),
+    [
+        (0.70, (False, 4), (False, 2), (False, 1)),  # below T_1 = 0.7175
+        (0.72, (True, 4), (True, 2), (True, 1)),
+        (1.32, (True, 4), (True, 2), (True, 2)),  # T_2 = 1.31
+        (3.81, (True, 4), (True, 2), (True, 3)),  # T_3 = 3.8
+        (13.8, (True, 4), (True, 4), (True, 4)),  # T_4 = 13.7
+    ],
+)
+def test_paper_rules(norm, laq, two_level, multilevel):
+    stats = innovation(norm, ERRORS)
+    for policy, expected in ((Lazy(), laq), (TwoLevel(), two_level), (Multilevel(), multilevel)):
+        decision = policy.decide(Case(stats, 0.5, STORED))
+        assert (bool(decision.send), int(decision.width)) == expected
+
+
+def test_ties_send():
+    stats = innovation(0.5, np.zeros(4))
+    for policy in (Lazy(), TwoLevel(), Multilevel()):
+        assert policy.decide(Case(stats, 0.5, np.zeros(4))).send
+    assert LazyExact().decide(Case(innovation(0, [], squared_norm=2.0), 2.0, np.zeros(0))).send
+
+
+@pytest.mark.parametrize(("bits", "low"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (8, 4)])
+def test_two_level_rounds_half_up(bits, low):
+    decision = TwoLevel().decide(Case(innovation(1.0, np.full(bits, 9.0)), 0.0, np.zeros(bits)))
+    assert int(decision.width) == low
+
+
+@pytest.mark.parametrize(
+    ("squared_norm", "movement", "expected"),
+    [
+        (1.0, 1.0, (False, 3)),  # at the tolerance: good enough already
+        (1.1, 1.0, (True, 3)),  # 0.25 <= 0.5
+        (9.0, 2.0, (True, 2)),  # 1 <= 1
+        (9.0, 8.0, (True, 1)),
+        (9.0, 0.1, (True, 4)),  # 0.0625 > 0.05: no width reaches it
+        (9.0, 0.0, (True, 4)),
+        (0.0, 0.0, (False, 4)),
+    ],
+)
+def test_tolerance_sends_the_fewest_bits_that_do(squared_norm, movement, expected):
+    decision = Tolerance(0.5).decide(Case(innovation(9.0, ERRORS, squared_norm), movement, STORED))
+    assert (bool(decision.send), int(decision.width)) == expected
+
+
+def some(*shape):
+    return arrays(np.float64, shape, elements=st.floats(0, 1e6))
+
+
+@given(some(5, 4), some(5, 4), some(5), some(5), some(5))
+def test_many_clients_decide_as_one_would(errors, stored, norms, squared, movements):
+    together = Innovation(np.ones(5, bool), squared, np.zeros((5, 4)), errors, norms)
+    for policy in (Always(4), Lazy(), TwoLevel(), Multilevel(), Tolerance(), LazyExact()):
+        batch = policy.decide(Case(together, movements, stored))
+        for i in range(5):
+            alone = Innovation(*(field[i] for field in together))
+            single = policy.decide(Case(alone, movements[i], stored[i]))
+            assert (batch.send[i], batch.width[i]) == (single.send, single.width)

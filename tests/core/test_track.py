@@ -78,13 +78,15 @@ def test_both_ends_hold_the_same_bits(seed, dtype, memory):
     """The server moves all mirrors where they are; a client follows its own and keeps the old."""
     mirrors = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS)
     clients = [mirrors.copy().row(row) for row in range(NUM_TRACKS)]
-    first, start, total = clients[0], bits(clients[0]), np.zeros(LENGTH)
+    first, start, total, expected = clients[0], bits(clients[0]), np.zeros(LENGTH), np.zeros(LENGTH)
     for rows, uploads, weights in uploads_of(seed, dtype):
         SPACE.move(memory, mirrors.position, total, rows, uploads, weights)
         move_directions(mirrors.direction, rows.tolist(), uploads)
         mirrors.is_held[rows] = True
-        for row, upload in zip(rows.tolist(), uploads, strict=True):
-            clients[row] = follow(clients[row], upload, memory=memory)
+        for row, upload, weight in zip(rows.tolist(), uploads, weights, strict=True):
+            old, clients[row] = clients[row], follow(clients[row], upload, memory=memory)
+            expected += weight * (clients[row].position[0].astype(np.float64) - old.position[0])
+    assert np.array_equal(total, expected)
     for row, client in enumerate(clients):
         assert bits(client) == bits(mirrors.row(row))
     assert bits(first) == start

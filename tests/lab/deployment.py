@@ -8,12 +8,12 @@ import contextlib
 import itertools
 import json
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import trustme
 from cryptography.hazmat.primitives import serialization as ssh
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -33,23 +33,11 @@ _SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second
 ConfigValue = bool | int | float | str
 
 
-class Certificates(NamedTuple):
-    """The files of a SuperLink with TLS."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-
 def make_certificates(directory):
-    """Make an authority, and a certificate that it signs for a server on this machine."""
-    authority = trustme.CA()
-    server = authority.issue_cert(HOST)
-    files = Certificates(*(directory / name for name in ("ca.crt", "server.pem", "server.key")))
-    authority.cert_pem.write_to_path(files.authority)
-    server.cert_chain_pems[0].write_to_path(files.certificate)
-    server.private_key_pem.write_to_path(files.key)
-    return files
+    """Return files: of an authority, of a server on this machine that it signed, and its key."""
+    command = [sys.executable, "-m", "trustme", "--quiet", "--identities", HOST]
+    subprocess.run([*command, "--dir", str(directory)], check=True)
+    return [str(directory / name) for name in ("client.pem", "server.pem", "server.key")]
 
 
 def make_node_key(path):
@@ -110,7 +98,8 @@ class Deployment(contextlib.AbstractContextManager):
         self.home = self.directory / "flower"
         self.home.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
-        self.certificates = make_certificates(self.directory) if tls else None
+        self._certificates = make_certificates(self.directory) if tls else []
+        self._roots = ["--root-certificates", self._certificates[0]] if tls else []
         self._write_connection()
         self._numbers = itertools.count()
         self.meter = Meter(HOST, self.port)
@@ -130,8 +119,9 @@ class Deployment(contextlib.AbstractContextManager):
         """Start the SuperLink, register keys, start all nodes, and wait until they are online."""
         self.start_link()
         for node in range(len(self.nodes)):
-            if self.certificates is not None:
-                self._register_node(node)
+            if self._certificates:
+                self.nodes[node].key = key = self.directory / f"node{node}.key"
+                self.flower("supernode", "register", str(make_node_key(key)), _CONNECTION)
             self.launch_node(node)
         for node in range(len(self.nodes)):
             self.wait_for_node(node)
@@ -142,12 +132,9 @@ class Deployment(contextlib.AbstractContextManager):
         """Start the SuperLink and wait until it answers."""
         arguments = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         arguments += ["--disable-runtime-dependency-installation"]
-        if self.certificates is None:
-            arguments += ["--insecure"]
-        else:
-            for name, file in zip(("ca-cert", "cert", "key"), self.certificates, strict=True):
-                arguments += [f"--ssl-{name}file", str(file)]
-            arguments += ["--enable-supernode-auth"]
+        for name, file in zip(("ca-cert", "cert", "key"), self._certificates, strict=False):
+            arguments += [f"--ssl-{name}file", file]
+        arguments += ["--enable-supernode-auth" if self._certificates else "--insecure"]
         self.processes.start(_LINK, self._isolated(arguments))
         self._wait_for(_LINK, self._is_listening)
         if self._worker:
@@ -169,11 +156,6 @@ class Deployment(contextlib.AbstractContextManager):
     def state_directory(self, node):
         """Return where a node may keep what has to survive it."""
         return self.directory / "state" / str(node)
-
-    def _register_node(self, node):
-        """Tell the SuperLink a node's public key."""
-        self.nodes[node].key = key = self.directory / f"node{node}.key"
-        self.flower("supernode", "register", str(make_node_key(key)), _CONNECTION)
 
     def launch_node(self, node):
         """Start a node's processes; they may not be online yet on return."""
@@ -197,7 +179,7 @@ class Deployment(contextlib.AbstractContextManager):
         config.write_text(to_toml(plan.config))
         arguments = ["flower-supernode", "--superlink", f"{HOST}:{plan.link_port}"]
         arguments += ["--host", HOST, "--port", str(plan.port), "--node-config", str(config)]
-        arguments += self._roots() or ["--insecure"]
+        arguments += self._roots or ["--insecure"]
         if plan.key is not None:
             arguments += ["--auth-supernode-private-key", str(plan.key)]
         return self._isolated(arguments)
@@ -278,12 +260,8 @@ class Deployment(contextlib.AbstractContextManager):
     def _isolated(self, arguments):
         return [*arguments, "--isolation", "process" if self._worker else "subprocess"]
 
-    def _roots(self):
-        files = self.certificates
-        return [] if files is None else ["--root-certificates", str(files.authority)]
-
     def _start_link_worker(self):
-        self._start_worker(_LINK_WORKER, self.port, self._roots())
+        self._start_worker(_LINK_WORKER, self.port, self._roots)
 
     def _start_worker(self, name, port, roots, restart=False):
         arguments = ["lab-worker", "--runtime-api-address", f"{HOST}:{port}", *roots]
@@ -305,9 +283,9 @@ class Deployment(contextlib.AbstractContextManager):
             raise RunError(f"{name} has ended; see {self.processes.log_of(name)}")
 
     def _write_connection(self):
-        files, security = self.certificates, "insecure = true"
-        if files is not None:
-            security = to_toml({"root-certificates": str(files.authority)})
+        security = "insecure = true"
+        if self._certificates:
+            security = to_toml({"root-certificates": self._certificates[0]})
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{_CONNECTION}"\n\n'
             f'[superlink.{_CONNECTION}]\naddress = "{HOST}:{self.port}"\n{security}\n'

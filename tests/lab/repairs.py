@@ -136,11 +136,30 @@ def _repaired_pull(pull):
 
 
 def _repaired_push(push):
-    """Return Flower's function that waits for a reply and sends it, so that it always ends."""
+    """Return Flower's function that waits for a reply and sends it, so that it always ends.
+
+    Once all ClientApps have ended, no reply is expected, nor any part of one.
+    """
 
     def push_if_any(**parts):
         state, store = parts["state"], parts["object_store"]
-        parts = {**parts, "state": _LivingState(state), "object_store": _LivingStore(state, store)}
+
+        def get_messages(**filters):
+            has_ended = not _unfinished(state)  # asked first: the reply comes before the end
+            found = state.get_messages_legacy(**filters)
+            if has_ended and not found:
+                raise _NoReplyError
+            return found
+
+        def get_object(object_id):
+            has_ended = not _unfinished(state)
+            content = store.get(object_id)
+            if has_ended and content == b"":  # it is still to come
+                raise ConnectionError("the ClientApp ended before it had handed over its reply")
+            return content
+
+        parts["state"] = _Instead(state, get_messages_legacy=get_messages)
+        parts["object_store"] = _Instead(store, get=get_object)
         try:
             push(**parts)
         except _NoReplyError:
@@ -154,39 +173,14 @@ class _NoReplyError(Exception):
     """No ClientApp is left that could reply."""
 
 
-class _Living:
-    """Stands before an object of Flower, which it passes on but for what a subclass changes."""
+class _Instead:
+    """Stands before an object of Flower, with some methods of its own."""
 
-    def __init__(self, state, whole=None):
-        self._state = state
-        self._whole = state if whole is None else whole
+    def __init__(self, behind, **methods):
+        vars(self).update(methods, _behind=behind)
 
     def __getattr__(self, name):
-        return getattr(self._whole, name)
-
-
-class _LivingState(_Living):
-    """Flower's state of a node; no reply is expected once all ClientApps have ended."""
-
-    def get_messages_legacy(self, **filters):
-        """Return messages; raise where none is there or will come."""
-        has_ended = not _unfinished(self._state)  # asked first: the reply comes before the end
-        found = self._state.get_messages_legacy(**filters)
-        if has_ended and not found:
-            raise _NoReplyError
-        return found
-
-
-class _LivingStore(_Living):
-    """Flower's object store; no object is expected once all ClientApps have ended."""
-
-    def get(self, object_id):
-        """Return an object, empty where it is still to come; raise where it will not."""
-        has_ended = not _unfinished(self._state)
-        content = self._whole.get(object_id)
-        if has_ended and content == b"":
-            raise ConnectionError("the ClientApp ended before it had handed over its reply")
-        return content
+        return getattr(self._behind, name)
 
 
 def _unfinished(state):

@@ -118,15 +118,15 @@ class WatchedRun:
 
     def model_agrees(self, client):
         """Whether the model that a client has saved is one that the server had."""
-        end, digests = time.monotonic() + PATIENCE_SECONDS, set()
-        while time.monotonic() < end:
+        digests = set()
+
+        def agrees():
             _, digest, (_, copies) = self._saved(client)
             digests.add(digest)
             held = copies.load()
-            if held is not None and held[0].digest in digests:
-                return True
-            time.sleep(0.02)
-        return False
+            return held is not None and held[0].digest in digests
+
+        return _comes_true(agrees)
 
     def _saved(self, client):
         """Return what the server and a client have saved."""
@@ -144,10 +144,7 @@ class WatchedRun:
 
     def mirrors_settle(self, client):
         """Whether the mirrors agree once the client has done what it was about to do."""
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not (agree := self.mirrors_agree(client)) and time.monotonic() < end:
-            time.sleep(0.1)
-        return agree
+        return _comes_true(lambda: self.mirrors_agree(client))
 
     def _wait(self, first, holds, what):
         """Return the first round from ``first`` on of which something holds."""
@@ -159,6 +156,13 @@ class WatchedRun:
             time.sleep(0.05)
         seen = [(row["round"], row.get("incidents")) for row in self.rows()[-5:]]
         raise AssertionError(f"waited for {what} from round {first} on; last rounds: {seen}")
+
+
+def _comes_true(condition):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds
 
 
 def incidents_of(row, client):

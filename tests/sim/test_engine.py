@@ -1,12 +1,13 @@
-"""The fast engine against the reference: uploads, widths, bytes and models; and its shortcuts."""
+"""The reference against the paper's pseudocode, written out once more in plain NumPy.
+
+And the fast engine against the reference: uploads, widths, bytes and models; and its shortcuts.
+"""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from aqg.core.grids import Grid, affine, grid_step, value_table
-from aqg.core.kernels import add_levels, measure, move_mirror, quantize
+from aqg.core.grids import Grid, round_up_to_bfloat16
+from aqg.core.kernels import measure
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
@@ -50,53 +51,6 @@ def test_cuda_takes_the_same_decisions(recipe, setting):
         pytest.skip("no CUDA device here")
     arguments, options = in_setting(recipe, setting)
     check_torch(*arguments, **options, rounds=60, device="cuda")
-
-
-TINY_OR_HUGE = st.sampled_from([1e-45, 1e-38, 1e-33, 1e-12, 1.0, 1e12, 1e29])
-
-
-@given(
-    st.integers(1, 40),
-    st.integers(0, 2**32 - 1),
-    TINY_OR_HUGE,
-    st.sampled_from([np.float32, np.float64]),
-    st.sampled_from(list(Grid)),
-)
-def test_compiled_steps_are_those_of_the_grid(size, seed, scale, dtype, grid):
-    vector = (np.random.default_rng(seed).standard_normal(size) * scale).astype(dtype)
-    radius = float(np.abs(vector).max())
-    mean_abs = float(np.abs(vector).sum(dtype=np.float64)) / size
-    steps = measure(vector, grid, 6).steps
-    for width in range(1, 7):
-        expected = grid_step(grid, width, radius, mean_abs)
-        if width == 1 and grid is Grid.MIDTREAD:  # a sum may round in another order
-            assert steps[0] == pytest.approx(expected, rel=1 / 128)
-        else:
-            assert steps[width - 1] == expected
-
-
-@given(
-    st.integers(1, 300),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([np.float32, np.float64]),
-    st.sampled_from(list(Grid)),
-    st.integers(1, 9),
-    st.sampled_from([1.0, 0.3]),
-)
-def test_a_mirror_moved_in_place_is_the_mirror_moved_in_steps(
-    size, seed, dtype, grid, width, weight
-):
-    random = np.random.default_rng(seed)
-    delta = random.standard_normal(size).astype(dtype)
-    step = grid_step(grid, width, float(np.abs(delta).max()), float(np.abs(delta).mean()))
-    levels = quantize(delta, grid, width, step)
-    values = value_table(grid, width, step, dtype)
-    old, total = random.standard_normal(size).astype(dtype), random.standard_normal(size)
-    new = add_levels(old, levels, values)
-    expected = total + weight * (new.astype(np.float64) - old)
-    move_mirror(old, levels, affine(grid, width, step), total, weight)
-    assert np.array_equal(old, new)
-    assert np.array_equal(total, expected)
 
 
 def wide_problem(num_clients, dtype="float64"):
@@ -269,3 +223,94 @@ def test_models_must_fit_the_clients():
     given = np.zeros((4, 5, 6)), np.zeros((4, 5), np.int64), np.ones((4, 5))
     with pytest.raises(ConfigError, match=r"\(3, 21\); features of shape \(4, 5, 6\)"):
         objective.weighted_losses_and_gradients(np.zeros((3, 21)), *given)
+
+
+B_MAX, DEPTH, ALPHA = 4, 10, 0.08
+
+
+def midrise(delta, width):
+    step = round_up_to_bfloat16(2 * np.abs(delta).max() / (2**width - 1))
+    return (np.floor(delta / step) + 0.5) * step
+
+
+def midtread(delta, width):
+    if width == 1:
+        return np.where(delta >= 0, 1, -1) * round_up_to_bfloat16(np.abs(delta).mean())
+    step = round_up_to_bfloat16(np.abs(delta).max() / (2 ** (width - 1) - 1))
+    return np.rint(delta / step) * step
+
+
+def choose_width(recipe, delta, errors, stored, thetas):
+    """Return the width by the paper's equation 6, from the whole model history."""
+    steps = [np.sum((a - b) ** 2) for a, b in zip(thetas[1:], thetas, strict=False)][::-1][:DEPTH]
+    scale = 1 / (ALPHA**2 * stored["num_clients"] ** 2)
+    if recipe == "lean":
+        tolerance = scale * np.mean(steps) if steps else 0.0
+        if delta @ delta <= tolerance:
+            return 0
+        good = [b for b in range(1, B_MAX + 1) if errors[b] <= 0.5 * tolerance]
+        return good[0] if good else B_MAX
+    quantized = midrise(delta, B_MAX)
+    norm = quantized @ quantized
+
+    def holds(b):
+        c = B_MAX - b + 1
+        return norm >= scale * sum(steps) / DEPTH + 3 * (stored["errors"].get(c, 0) + errors[c])
+
+    if not holds(1):
+        return 0
+    if recipe == "laq":
+        return B_MAX
+    if recipe == "aqg-2":
+        return B_MAX if holds(B_MAX) else B_MAX // 2
+    return next(b for b in range(B_MAX, 0, -1) if holds(b))
+
+
+def algorithm_1(problem, recipe, rounds):
+    quantize = midtread if recipe == "lean" else midrise
+    clients = range(problem.num_clients)
+    references = [np.zeros_like(problem.initial_params) for _ in clients]
+    stored = [{"errors": {}, "num_clients": problem.num_clients} for _ in clients]
+    thetas = [problem.initial_params]
+    widths = []
+    for _ in range(rounds):
+        row = []
+        for m in clients:
+            _, gradient = problem.objective.losses_and_gradients(thetas[-1], *problem.clients[m])
+            delta = gradient - references[m]
+            errors = {b: np.sum((quantize(delta, b) - delta) ** 2) for b in range(1, B_MAX + 1)}
+            width = choose_width(recipe, delta, errors, stored[m], thetas)
+            if width:
+                references[m] = references[m] + quantize(delta, width)
+                stored[m]["errors"] = errors
+            row.append(width)
+        thetas.append(thetas[-1] - ALPHA * np.sum(references, axis=0))
+        widths.append(tuple(row))
+    return widths, thetas[-1]
+
+
+@pytest.mark.parametrize("recipe", ["laq", "aqg", "aqg-2", "lean"])
+def test_follows_the_paper(recipe):
+    problem = tiny_problem(num_clients=5)
+    widths, theta = algorithm_1(problem, recipe, 70)
+    simulation = ReferenceSimulation(problem, make_recipe(recipe, B_MAX), ALPHA)
+    records = [simulation.run_round() for _ in range(70)]
+    assert [record.widths for record in records] == widths
+    assert simulation.parameters == pytest.approx(theta, rel=1e-10, abs=1e-12)
+    assert len({width for row in widths for width in row}) > 1
+
+
+def test_a_client_with_nan_is_reported_and_the_others_go_on():
+    problem = tiny_problem(num_clients=3)
+    broken = problem.clients[1]
+    broken.features[4, 2] = np.nan
+    simulation = ReferenceSimulation(problem, make_recipe("lean"), ALPHA)
+    for number in range(5):
+        record = simulation.run_round()
+        ((client, fault),) = record.faults
+        assert client == 1
+        assert "non-finite" in fault
+        assert record.widths[1] == 0
+        assert number > 0 or record.widths[0] > 0
+    assert np.isfinite(simulation.parameters).all()
+    assert not simulation.clients[1].track.position.any()

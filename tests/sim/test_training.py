@@ -1,28 +1,47 @@
-"""Practical federated training: local work, weights, sampling, server optimizers."""
+"""Practical federated training: local work, weights, sampling, optimizers, what is sent down, time.
+
+Models go down as logs: the same bytes, the same models, whoever was away. And rounds may end before
+all replies are there, in simulated time.
+"""
 
 import json
 import tomllib
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 
 from aqg.cli.app import run_app
-from aqg.core.downlink import Condensed
+from aqg.core.downlink import Condensed, Full, make_downlink
 from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.recipes import make_recipe
-from aqg.core.server import broadcast
+from aqg.core.recipes import RECIPES, make_recipe
+from aqg.core.server import age_weight, broadcast
+from aqg.core.step_sizes import Fixed
+from aqg.errors import ConfigError, RunError
+from aqg.objectives.base import Objective
 from aqg.runs.config import resolve, to_toml
+from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.record import DROPPED
+from aqg.sim.late import Late, Outages, Speeds
+from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.wire import decode
 
-from tests.problems import SETTINGS, SOME_RECIPES, soak, tiny_problem
+from tests.problems import (
+    LOCAL,
+    SETTINGS,
+    SOME_RECIPES,
+    check_engines,
+    in_setting,
+    settings,
+    soak,
+    tiny_problem,
+)
 
 
 def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **options):
@@ -161,6 +180,7 @@ def test_weights_by_hand(name):
         received = [message.values(np.float64) for message in messages]
     expected = start - 0.05 * np.sum(weights[:, None] * np.array(received), axis=0)
     assert simulation.parameters == pytest.approx(expected, rel=1e-12)
+    assert simulation.run_round(evaluate=False).loss is None
 
 
 def test_weights_make_the_loss_that_of_all_samples():
@@ -298,3 +318,198 @@ def test_absences_add_to_chance():
     dropout = Dropout(0.2, seed=2, absences=((0, 5, 6), (9, 1, 99)))
     assert [bool(dropout.dropped(k, 4)[0]) for k in (5, 6)] == [True, True]
     assert np.array_equal(dropout.dropped(7, 4), Dropout(0.2, seed=2).dropped(7, 4))
+
+
+ROUNDS = 20
+
+
+@pytest.mark.parametrize(("recipe", "setting"), settings("exact", "exact, away", "dog, exact"))
+def test_exact_entries_make_the_model_of_full_downloads(recipe, setting):
+    for dtype in "float64", "float32":
+        arguments, options = in_setting(recipe, setting, dtype)
+        exact = FastSimulation(*arguments, **options)
+        full = FastSimulation(*arguments, training=replace(options["training"], downlink=Full()))
+        for _ in range(ROUNDS):
+            one, other = full.run_round(), exact.run_round()
+            assert sum(other.client_download_bytes) == other.download_bytes
+            no_downloads = {"download_bytes": 0, "client_download_bytes": ()}
+            assert other._replace(**no_downloads) == one._replace(**no_downloads)
+        assert exact.parameters.tobytes() == full.parameters.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"downlink": Full()}, {"step": Fixed()}, {"optimizer": Adam()}], ids=str
+)
+def test_a_state_of_other_terms_does_not_fit(changes):
+    arguments, options = in_setting("auto", "dog, condensed")
+    found = FastSimulation(*arguments, **options)
+    other = FastSimulation(*arguments, training=replace(options["training"], **changes))
+    for one, state in (found, other.state()), (other, found.state()):
+        with pytest.raises(RunError, match="does not fit"):
+            one.restore(state)
+
+
+def test_a_client_that_was_away_for_long_takes_a_snapshot():
+    problem = tiny_problem(num_clients=4)
+    away = Dropout(absences=((2, 2, 150),))
+    training = Training(downlink=Condensed(), local=LOCAL)
+    arguments = (problem, make_recipe("qsgd"), 0.1, away, 4)
+    simulation = ReferenceSimulation(*arguments, training=training)
+    for _ in range(150):
+        simulation.run_round(evaluate=False)
+    log = simulation.log
+    missed = log.bytes_since(2)
+    record = simulation.run_round()
+    others = 3 * (log.deliver(150, lambda: b"", lambda: None).num_bytes)
+    assert simulation.models[2].round == 151
+    assert record.download_bytes - others < missed
+    fast = FastSimulation(*arguments, training=training)
+    records = [fast.run_round(evaluate=False) for _ in range(151)]
+    assert records[-1].download_bytes == record.download_bytes
+
+
+@pytest.mark.parametrize(("name", "downlink"), [("auto", "condensed:ratio=0.5"), ("qsgd", "exact")])
+def test_clients_that_hold_nothing_train_alike_and_receive_more(name, downlink):
+    """Entries since the first model, their sum or a snapshot: the same model, at a higher price."""
+    options = {"local": LOCAL, "participation": 0.5, "downlink": make_downlink(downlink)}
+    problem = tiny_problem("float32", num_clients=6)
+    kept, none, reference = (
+        simulate(problem, make_recipe(name), 0.1, seed=4, training=Training(**options, memory=m))
+        for simulate, m in (
+            (FastSimulation, "model"),
+            (FastSimulation, "none"),
+            (ReferenceSimulation, "none"),
+        )
+    )
+    one, other = list(kept.run_rounds(ROUNDS)), list(none.run_rounds(10))
+    none.restore(none.state())
+    other += none.run_rounds(ROUNDS - 10)
+    assert other == [reference.run_round() for _ in range(ROUNDS)]
+    assert none.parameters.tobytes() == kept.parameters.tobytes()
+    assert [r.upload_bytes for r in one] == [r.upload_bytes for r in other]
+    assert sum(r.download_bytes for r in other) > 1.2 * sum(r.download_bytes for r in one)
+
+
+def test_recipes_that_need_a_memory_say_so():
+    for name in ("lean", "stc"):
+        training = Training(memory="none", local=LOCAL)
+        with pytest.raises(ConfigError, match="memory is 'none' with a recipe whose clients"):
+            FastSimulation(tiny_problem(), make_recipe(name), 0.1, training=training)
+    with pytest.raises(ConfigError, match="memory is 'all'; choose from model, none"):
+        FastSimulation(tiny_problem(), make_recipe("qsgd"), 0.1, training=Training(memory="all"))
+
+
+SPEEDS = Speeds(sigma=1.0, jitter=0.3)
+WITHOUT_MIRRORS = [
+    name if name != "auto" else "auto:share=0"  # else it depends on who waits for whom
+    for name in RECIPES
+    if not make_recipe(name).memory.keeps_mirror
+]
+
+
+def timed(name, late, rounds, **options):
+    """Return the rounds of a run, and the run."""
+    simulation = simulate(FastSimulation, name, Training(LOCAL, late=late, **options))
+    return list(simulation.run_rounds(rounds)), simulation
+
+
+@pytest.mark.parametrize("name", ["auto", "fedavg", "qsgd", "onebit", "stc"])
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+def test_late_replies_are_the_same_in_both_engines(name, participation):
+    late, recipe = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01), make_recipe(name)
+    downlink = make_downlink("full" if name == "fedavg" else "condensed")
+    training = Training(LOCAL, participation=participation, downlink=downlink, late=late)
+    problem = tiny_problem(num_clients=6, unequal=True)
+    arguments = (problem, recipe, 0.05, Dropout(0.1, seed=8), 4)
+    reference, _ = check_engines(*arguments, training=training, rounds=15)
+    assert reference.state().to_arrays()["late/lengths"].size  # of clients that have not replied
+
+
+@pytest.mark.parametrize("name", WITHOUT_MIRRORS)
+def test_a_round_that_waits_for_all_is_as_before(name):
+    expected, plain = timed(name, None, 8)
+    for late in (Late(SPEEDS, 6), Late(SPEEDS)):
+        records, simulation = timed(name, late, 8)
+        assert [record._replace(simulated_seconds=None) for record in records] == expected
+        assert np.array_equal(simulation.parameters, plain.parameters)
+
+
+def test_a_late_update_is_that_of_the_model_it_began_with():
+    """Two clients, one so slow that its first reply comes in the third round."""
+    problem = tiny_problem(num_clients=2)
+    late = Late(Speeds(share=0.5, times=2.5), buffer_size=1)
+    training = Training(LOCAL, late=late)
+    simulation = FastSimulation(problem, make_recipe("fedavg"), 0.05, seed=1, training=training)
+    slow = int(np.argmax(late.speeds.of_clients(2, 1)))
+    models, records = [simulation.parameters.copy()], []
+    for _ in range(3):
+        records.append(simulation.run_round())
+        models.append(simulation.parameters.copy())
+    assert [record.widths[slow] for record in records] == [AT_WORK, AT_WORK, 32]
+    assert [record.widths[1 - slow] for record in records] == [32, 32, AT_WORK]
+    assert [record.simulated_seconds for record in records] == [1.0, 2.0, 2.5]
+
+    _, update = LOCAL.update(problem.objective, models[0], *problem.clients[slow], (1, slow, 1))
+    sent = update.astype(np.float32).astype(np.float64)
+    expected = models[2] - 0.05 * 2 * age_weight(2) * sent  # the mean of one, times two clients
+    assert models[3] == pytest.approx(expected, rel=1e-6)
+
+
+def test_slow_clients_do_not_hold_up_the_others():
+    speeds = Speeds(share=0.34, times=100.0)
+    waiting, _ = timed("auto", Late(speeds), 10)
+    buffered, _ = timed("auto", Late(speeds, 3), 10)
+    assert waiting[-1].simulated_seconds == pytest.approx(1000)
+    assert buffered[-1].simulated_seconds == pytest.approx(10)
+    assert all(record.num_uploads == 3 for record in buffered)
+
+
+def test_transfers_take_time():
+    (slow,), _ = timed("fedavg", Late(Speeds(), mbit=0.001), 1)
+    moved = slow.client_upload_bytes[0] + slow.client_download_bytes[0]
+    assert slow.simulated_seconds == pytest.approx(1 + moved * 8 / 1000)
+
+
+def test_only_so_many_are_at_work():
+    for record in timed("auto", Late(SPEEDS, 1), 20, participation=0.5)[0]:
+        assert sum(width != DROPPED for width in record.widths) == 3
+        assert record.num_uploads == 1
+
+
+def test_bytes_of_those_at_work():
+    widths = [(4, AT_WORK, DROPPED), (AT_WORK, 4, DROPPED)]
+    rounds = [
+        RoundRecord(k, None, row, 9, download_bytes=11) for k, row in enumerate(widths, start=1)
+    ]
+    meter = Meter(1000, Training(LOCAL, downlink=make_downlink("exact")))
+    first, second = [meter.charge(record).total_bytes for record in rounds]
+    assert first == 2020 + 2 * FIRST_ORDER_BYTES + REPLY_BYTES  # one of them has not replied
+    assert second == 20 + ORDER_BYTES + REPLY_BYTES  # and does not need another order now
+
+
+def test_statistics_that_the_server_averages_come_with_the_round():
+    torch = pytest.importorskip("torch")
+    problem = tiny_problem(num_clients=6)
+    layers = torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    objective = Objective.from_module(torch.nn.Sequential(*layers), torch.nn.MSELoss())
+    start = objective.init_params(0).astype(problem.dtype)
+    problem = replace(problem, objective=objective, initial_params=start)
+    training = Training(LOCAL, late=Late(SPEEDS, 2))
+    for kind in (FastSimulation, ReferenceSimulation):
+        with pytest.raises(ConfigError, match="buffer_size is 2 with a module whose running"):
+            kind(problem, make_recipe("auto"), 0.05, training=training)
+
+
+def test_the_command_shows_time_and_bytes(tmp_path, capsys):
+    out = tmp_path / "out"
+    options = "--recipe auto,fedavg --rounds 6 --batch-size 16 --local-steps 2 --buffer-size 3"
+    arguments = ["run", *options.split(), "--speeds", "lognormal:sigma=1", "--out", str(out)]
+    assert run_app(arguments) == 0
+    shown = capsys.readouterr().out
+    assert " time " in shown
+    lines = (out / "auto" / "rounds.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["simulated_seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert run_app(["run", "--resume", str(out), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["runs"][0]
+    assert again["simulated_seconds"] == seconds[-1]
