@@ -87,8 +87,7 @@ class Traffic:
 
     def __str__(self) -> str:
         sizes = self.up, self.plain_up, self.down, self.plain_down
-        up, plain_up, down, plain_down = (f"{size / 1000:.1f} kB" for size in sizes)
-        return f"{up} up (of {plain_up}), {down} down (of {plain_down})"
+        return "{} up (of {}), {} down (of {})".format(*(f"{n / 1000:.1f} kB" for n in sizes))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from aqg.flower.reports import RoundReport, client_fields
 from aqg.flower.settings import Settings
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import check_book
-from aqg.protocol.store import read_arrays, write_arrays
+from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import (
     CHECKPOINT,
@@ -69,11 +69,7 @@ class Journal:
         self._terms = terms
         if self._directory is None:
             return
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            path = str(self._directory)
-            raise RunError(f"run-dir {path!r} cannot be used: {error.strerror}") from None
+        make_directory(self._directory, "run-dir ")
         self._stack.enter_context(locked(self._directory))
         file = self._directory / CHECKPOINT
         if not file.exists():

@@ -65,16 +65,8 @@ class Settings(FlowerSettings):
     @property
     def terms(self) -> dict[str, Any]:
         """What a run that goes on must have kept as it was, beside recipe, model and seed."""
-        names = (
-            "num_clients",
-            "alpha",
-            "optimizer",
-            "weighting",
-            "participation",
-            "dropout",
-            "memory",
-        )
-        terms = {KEYS[name]: getattr(self, name) for name in names}
+        names = "num_clients", "alpha", "optimizer", "weighting", "participation", "dropout"
+        terms = {KEYS[name]: getattr(self, name) for name in (*names, "memory")}
         return terms if self.weighting == "equal" else terms | {"max-share": self.largest_share}
 
     @property

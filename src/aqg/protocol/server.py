@@ -32,7 +32,7 @@ from aqg.protocol.book import (
 from aqg.protocol.log import Publisher
 from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
-from aqg.protocol.store import read_arrays, write_arrays
+from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.start import require_way, settle
 
 CHECKPOINT = "session.npz"
@@ -274,10 +274,7 @@ class ServerSession:
     def _restored(self) -> MirrorBook | None:
         if self._path is None:
             return None
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{str(self._path)!r} cannot be made: {error.strerror}") from None
+        make_directory(self._path)
         file = self._path / CHECKPOINT
         if not file.exists():
             return None

@@ -60,6 +60,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
+def make_directory(path: Path, what: str = "") -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{what}{str(path)!r} cannot be made: {error.strerror}") from None
+
+
 def sync_directory(path: Path) -> None:
     """Put the names in a directory on disk, where the system can."""
     try:
@@ -328,12 +335,7 @@ class DirectoryVault:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(
-                f"state directory {str(path)!r} cannot be made: {error.strerror}"
-            ) from None
+        make_directory(path, "state directory ")
 
     def read_index(self) -> str | None:
         try:
