@@ -39,14 +39,10 @@ def simulate(name):
     return ReferenceSimulation(tiny_problem(), recipe, step_size, seed=5)
 
 
-def run(simulation, rounds):
-    return [simulation.run_round() for _ in range(rounds)]
-
-
 @cache
 def loss_after(name, rounds=120):
     simulation = simulate(name)
-    run(simulation, rounds)
+    list(simulation.run_rounds(rounds))
     return simulation.loss()
 
 
@@ -62,7 +58,7 @@ def test_mirrors_agree_to_the_last_bit(name, dtype):
     dropout = Dropout(0.4, seed=3, absences=((2, 20, 70),))
     problem, recipe = tiny_problem(dtype, unequal=True), make_recipe(name, max_staleness=20)
     simulation = ReferenceSimulation(problem, recipe, STEP_SIZES.get(name, 0.1), dropout)
-    records = run(simulation, 110)
+    records = list(simulation.run_rounds(110))
     server = simulation.server
     mirrors = [server.mirror(m) for m in range(server.num_clients)]
     for client, mirror in zip(simulation.clients, mirrors, strict=True):
@@ -91,7 +87,7 @@ def test_users_add_their_own():
         lean = make_recipe("lean", bits)
         return Recipe(memory=lean.memory, policy=EveryOther(), quantizer=lean.quantizer)
 
-    records = run(simulate("every-other"), 30)
+    records = list(simulate("every-other").run_rounds(30))
     assert {w for record in records for w in record.widths} <= {0, 2}
     with pytest.raises(ConfigError, match="must be non-empty, without"):
         register("a,b", "bad name")

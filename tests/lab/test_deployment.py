@@ -127,7 +127,7 @@ def test_only_registered_nodes_are_let_in_and_traffic_is_encrypted(deployment, t
 def test_training_survives_a_lost_reply_and_a_killed_node(deployment, tmp_path):
     run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
     run.submit(FOREVER)
-    run.wait_for_round(2)
+    run.wait_for_clean_round(after=1)
     disturb(run, {1: ("drop", "error", "rollback")})
     before = run.last_round
     deployment.kill_node(2)
@@ -148,7 +148,7 @@ def test_training_survives_every_fault(tmp_path):
         deployment.start()
         run = WatchedRun(deployment, tmp_path / "run", round_timeout=ROUND_SECONDS)
         run.submit(FOREVER)
-        run.wait_for_round(2)
+        run.wait_for_clean_round(after=1)
         disturb(
             run,
             {

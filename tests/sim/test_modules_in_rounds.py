@@ -104,8 +104,7 @@ def token_problem(dtype="float64"):
 
 def run(problem, recipe="gd", rounds=30, step_size=0.08, kind=FastSimulation, **options):
     simulation = kind(problem, make_recipe(recipe), step_size, training=MINIBATCHES, **options)
-    records = [simulation.run_round() for _ in range(rounds)]
-    return simulation, records
+    return simulation, list(simulation.run_rounds(rounds))
 
 
 PROBLEMS = {
@@ -181,11 +180,9 @@ def test_averaged_statistics_are_those_of_the_clients_with_fedavgs_weights():
 def test_the_mean_of_the_models_is_measured_with_that_of_their_statistics(kind):
     problem = normalized_problem()
     training = replace(MINIBATCHES, step=make_step("dog"))
-
     arguments = (problem, make_recipe("auto"), 0.1, None, 3)
     simulation, restored = (kind(*arguments, training=training) for _ in range(2))
-    for _ in range(6):
-        simulation.run_round()
+    list(simulation.run_rounds(6))
     now, mean = simulation.statistics.buffers(), simulation.statistics.averaged()
     assert np.count_nonzero(now.values != mean.values) >= 12  # of batch normalization
     objective = simulation.problem.objective
@@ -283,8 +280,7 @@ def test_a_regression_that_would_broadcast_is_refused(loss, training):
         simulation.run_round()
     right = problem_of(Objective.from_module(nn.Linear(5, 1), loss), regression((1,)))
     simulation = FastSimulation(right, make_recipe("gd"), 0.05, training=training)
-    for _ in range(50):
-        simulation.run_round(evaluate=False)
+    list(simulation.run_rounds(50, evaluate=False))
     values = right.measure(simulation.parameters)
     assert set(values) == {"mse", "r2"}
     assert values["r2"] > 0.9

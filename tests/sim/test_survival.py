@@ -33,8 +33,7 @@ def descend(problem, step_size, rounds):
 
 
 def final_loss(simulation, rounds):
-    for _ in range(rounds):
-        simulation.run_round(evaluate=False)
+    list(simulation.run_rounds(rounds, evaluate=False))
     return simulation.loss()
 
 

@@ -191,8 +191,7 @@ def test_weights_make_the_loss_that_of_all_samples():
     pooled = problem.objective.losses(simulation.parameters, features, labels)
     assert simulation.loss() == pytest.approx(float(pooled), rel=1e-12)
     minimum = find_minimum(config, problem)
-    for _ in range(60):
-        simulation.run_round(evaluate=False)
+    list(simulation.run_rounds(60, evaluate=False))
     assert 0 < simulation.loss() - minimum < 0.05
 
 
@@ -355,8 +354,7 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot():
     training = Training(downlink=Condensed(), local=LOCAL)
     arguments = (problem, make_recipe("qsgd"), 0.1, away, 4)
     simulation = ReferenceSimulation(*arguments, training=training)
-    for _ in range(150):
-        simulation.run_round(evaluate=False)
+    list(simulation.run_rounds(150, evaluate=False))
     log = simulation.log
     missed = log.bytes_since(2)
     record = simulation.run_round()
@@ -364,8 +362,8 @@ def test_a_client_that_was_away_for_long_takes_a_snapshot():
     assert simulation.models[2].round == 151
     assert record.download_bytes - others < missed
     fast = FastSimulation(*arguments, training=training)
-    records = [fast.run_round(evaluate=False) for _ in range(151)]
-    assert records[-1].download_bytes == record.download_bytes
+    *_, last = fast.run_rounds(151, evaluate=False)
+    assert last.download_bytes == record.download_bytes
 
 
 @pytest.mark.parametrize(("name", "downlink"), [("auto", "condensed:ratio=0.5"), ("qsgd", "exact")])
