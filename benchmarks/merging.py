@@ -5,7 +5,8 @@
 
 TASK is one of ``aqg compare`` with noisy updates; the recipe is ``auto``. A row has kB for one
 client that missed so many rounds before the last one: all entries in one frame, the frame of their
-sum, and a snapshot relative to the starting model.
+sum, and a snapshot relative to the starting model; and two approximate models, the difference to
+what the client holds in 2 and in 4 bits (`aqg.start`), with the error in its length.
 """
 
 from __future__ import annotations
@@ -15,19 +16,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from aqg.core.recipes import make_recipe
-from aqg.protocol.log import ModelLog
 from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
+from aqg.start import pack, unpack
 from aqg.studies.contest.tasks import TASKS
 from aqg.wire.entry import Merger, encode_snapshot
-
-
-class _Whole(ModelLog):
-    """A log that keeps all entries."""
-
-    def cut(self, oldest: int) -> None:
-        """Keep them."""
 
 
 def main() -> None:
@@ -49,15 +45,18 @@ def main() -> None:
         training=config.training(),
     )
     start = simulation.parameters.copy()
-    downloads = simulation._downloads
-    assert downloads is not None
-    downloads.log = log = _Whole(merges=True)
-    for _ in range(options.rounds):
+    log = simulation.log
+    assert log is not None
+    log.cut = lambda _oldest: None  # type: ignore[method-assign]  # every entry is kept
+    held = {}
+    for number in range(options.rounds):
+        if options.rounds - number in options.missed:
+            held[options.rounds - number] = simulation.parameters.copy()
         simulation.run_round(evaluate=False)
     public = simulation._public()
     merger = Merger(public)
     print(f"{options.task}, {options.rounds} rounds, {len(start)} parameters, kB")
-    print("missed  entries  merged  snapshot")
+    print("missed   entries   merged snapshot   2 bits    error   4 bits    error")
     for missed in options.missed:
         first = log.round - missed
         while merger.first > first:
@@ -66,7 +65,14 @@ def main() -> None:
             if not merger.add(entry):
                 raise SystemExit(f"entry {merger.first - 1} names another quantum")
         sizes = len(log.frame(first)), len(merger.frame()), len(encode_snapshot(public, start))
-        print(f"{missed:6} " + " ".join(f"{size / 1000:8.1f}" for size in sizes))
+        text = " ".join(f"{size / 1000:8.1f}" for size in sizes)
+        change = simulation.parameters - held[missed]
+        for bits in (2, 4):
+            frame = pack(change, simulation.problem.objective.layout, "rounded", bits=bits)
+            left = change - unpack(frame, len(change), change.dtype)
+            error = np.linalg.norm(left) / np.linalg.norm(change)
+            text += f" {len(frame) / 1000:8.1f} {error:8.2f}"
+        print(f"{missed:6} {text}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 ``seed``    each tensor by its law and one seed for all (`aqg.first_draw`); a tensor that has no law
             is rounded, or exact where it is short
 ``digest``  a hash; who holds other weights says so, and is sent the next way
-``rounded`` 4 to 8 bits a number, with a scale per 64 numbers of one tensor, entropy-coded
+``rounded`` 2 to 8 bits a number, with a scale per 64 numbers of one tensor, entropy-coded
 ``exact``   every bit
 =========== =======================================================================================
 
