@@ -71,6 +71,15 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
         raise RunError(f"{str(path)!r} is damaged ({error}); {advice}") from None
 
 
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say what an error of the system is about."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {error.strerror}") from None
+
+
 def read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
@@ -108,19 +117,16 @@ class Records:
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a record whole or not at all; what an earlier kill cut short is removed."""
         line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
-        try:
-            with self.path.open("ab") as file:
-                start = self.path.read_bytes().rfind(b"\n") + 1
-                file.truncate(start)
-                try:
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.truncate(self.path, start)
-                    raise
-        except OSError as error:
-            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+        with explained(f"{str(self.path)!r} cannot be written"), self.path.open("ab") as file:
+            start = self.path.read_bytes().rfind(b"\n") + 1
+            file.truncate(start)
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self.path, start)
+                raise
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)
