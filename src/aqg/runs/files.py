@@ -11,7 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,9 @@ def explained(what: str) -> Iterator[None]:
 
 
 def read(path: Path) -> bytes | None:
-    try:
+    with explained(f"{str(path)!r} cannot be read"), suppress(FileNotFoundError):
         return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    return None
 
 
 def whole_lines(path: Path) -> list[bytes]:
