@@ -33,32 +33,11 @@ from aqg.wire import decode, encode
 
 __version__ = "0.2.0"
 
+# fmt: off
 __all__ = [
-    "SGD",
-    "Adam",
-    "AqgError",
-    "BlockUpload",
-    "ClientSession",
-    "ConfigError",
-    "DataError",
-    "DenseUpload",
-    "GradientError",
-    "HalfUpload",
-    "MessageError",
-    "Momentum",
-    "Receipt",
-    "Recipe",
-    "RotatedUpload",
-    "RunError",
-    "ServerSession",
-    "Skip",
-    "SparseUpload",
-    "Upload",
-    "WireError",
-    "__version__",
-    "decode",
-    "encode",
-    "load_model",
-    "make_recipe",
-    "register",
+    "SGD", "Adam", "AqgError", "BlockUpload", "ClientSession", "ConfigError", "DataError",
+    "DenseUpload", "GradientError", "HalfUpload", "MessageError", "Momentum", "Receipt", "Recipe",
+    "RotatedUpload", "RunError", "ServerSession", "Skip", "SparseUpload", "Upload", "WireError",
+    "__version__", "decode", "encode", "load_model", "make_recipe", "register",
 ]
+# fmt: on

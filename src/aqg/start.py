@@ -140,7 +140,12 @@ def unpack(
         raise WireError(f"the first model has {count} parameters; the one here has {num_params}")
     sizes = _read_sizes(reader, count) if code in _WITH_SIZES else []
     if code == _DIGEST:
-        return _compared(reader.rest().tobytes(), held)
+        digest = reader.rest().tobytes()
+        if len(digest) != DIGEST_BYTES:
+            raise WireError(f"the digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
+        if held is None or start_digest(held) != digest:
+            raise OtherModelError("the first model is another one than that held here")
+        return held.copy()
     if code == _EXACT:
         return decode_vector(reader.rest(), np.zeros(count, dtype))
     if code == _SEED:
@@ -345,14 +350,6 @@ def _read_tensors(reader: Reader, sizes: list[int], dtype: np.dtype[Any]) -> Flo
         part[:] = draw(Law(kind, center, scale), count, seed, stream)
     reader.finish("the first model")
     return vector
-
-
-def _compared(digest: bytes, held: FloatArray | None) -> FloatArray:
-    if len(digest) != DIGEST_BYTES:
-        raise WireError(f"the digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
-    if held is None or start_digest(held) != digest:
-        raise OtherModelError("the first model is another one than that held here")
-    return held.copy()
 
 
 def _blocks(sizes: Sequence[int]) -> NDArray[np.int64]:

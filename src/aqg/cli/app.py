@@ -21,14 +21,7 @@ from rich.text import Text
 from aqg import __version__
 from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, progress_bars, say
-from aqg.cli.options import (
-    CompareOptions,
-    ReproduceOptions,
-    RunOptions,
-    SweepOptions,
-    TheoryOptions,
-    takes,
-)
+from aqg.cli.options import TheoryOptions, takes
 from aqg.cli.run import run_command
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
@@ -95,7 +88,7 @@ def _root(
 
 
 _SETTINGS = (name for name, row in table(RunSettings).items() if row.group)
-app.command("run")(takes(RunOptions, *_SETTINGS)(run_command))
+app.command("run")(takes(*_SETTINGS)(run_command))
 
 
 @app.command()
@@ -122,11 +115,11 @@ def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
         console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
 
 
-app.command()(takes(SweepOptions, "dataset", "model", "problem", "init")(studies.sweep))
+app.command()(takes("dataset", "model", "problem", "init")(studies.sweep))
 app.add_typer(flower_app)
 
 
-app.command()(takes(CompareOptions, "problem", "dataset", "model")(studies.compare))
+app.command()(takes("problem", "dataset", "model")(studies.compare))
 
 
 @app.command()
@@ -163,13 +156,11 @@ def report(
     console.print(f"{runs} in {seconds:.1f} s", style="dim", highlight=False)
 
 
-app.command()(takes(ReproduceOptions)(studies.reproduce))
+app.command()(takes()(studies.reproduce))
 
 
 @app.command()
-@takes(
-    TheoryOptions, *("recipe", "dataset", "partition", "model", "clients", "l2", "scaling", "alpha")
-)
+@takes("recipe", "dataset", "partition", "model", "clients", "l2", "scaling", "alpha")
 def theory(options: TheoryOptions) -> None:
     """Say which step sizes are guaranteed to converge, and what the current one is.
 

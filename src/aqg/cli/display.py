@@ -8,18 +8,10 @@ from datetime import timedelta
 from operator import itemgetter
 from typing import Any, NamedTuple, Self, TypeAlias
 
+import rich.progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID, TextColumn
 from rich.table import Column
 
 from aqg.objectives.metrics import Metric, named_metric
@@ -54,12 +46,18 @@ def both_directions(sent: int, received: int) -> str:
     return f"{format_bytes(sent)} up, {format_bytes(received)} down"
 
 
-def _bar(console: Console, *columns: ProgressColumn, width: int = 30) -> Progress:
+def _bar(console: Console, *columns: rich.progress.ProgressColumn, width: int = 30) -> Progress:
     """Return bars with a name, how many of how many, and further columns."""
     name = TextColumn(
         "{task.description}", style="bold", table_column=Column(no_wrap=True, max_width=60)
     )
-    return Progress(name, BarColumn(width), MofNCompleteColumn(), *columns, console=console)
+    return Progress(
+        name,
+        rich.progress.BarColumn(width),
+        rich.progress.MofNCompleteColumn(),
+        *columns,
+        console=console,
+    )
 
 
 _SIZE = TextColumn("{task.fields[size]}", style="cyan")
@@ -79,7 +77,7 @@ def progress_bars(
     console: Console, names: Sequence[str], num_rounds: int
 ) -> Iterator[Callable[[str], Callable[[loop.Progress], None]]]:
     uploads = TextColumn("{task.fields[uploads]} uploads")
-    left = TimeRemainingColumn(elapsed_when_finished=True)
+    left = rich.progress.TimeRemainingColumn(elapsed_when_finished=True)
     with _bar(console, _LOSS, uploads, _SIZE, left) as bars:
         width = max(len(name) for name in names)
         empty: dict[str, Any] = {"loss": "-", "uploads": 0, "size": "", "start": False}
@@ -308,7 +306,11 @@ class Overview:
         self._bytes: dict[int, int] = {}
         self._lines: dict[int, TaskID] = {}
         self._bar = _bar(
-            console, TextColumn("runs"), _SIZE, TimeElapsedColumn(), TimeRemainingColumn()
+            console,
+            TextColumn("runs"),
+            _SIZE,
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
         )
         total = plan.num_before + plan.most_left()
         self._study = self._bar.add_task(name, total=total, completed=plan.num_before, size="")

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
@@ -132,21 +132,19 @@ class CompareOptions(Options):
 
 
 # fmt: on
-Kind = TypeVar("Kind", bound=Given)
 Result = TypeVar("Result")
 
 
-def takes(
-    kind: type[Kind], *settings: str
-) -> Callable[[Callable[[Kind], Result]], Callable[..., Result]]:
+def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
     """Make a command of a function of options; those of the settings named are its ``flags``."""
-    own, hints = table(kind), types(cast("Any", kind))
-    defaults = {each.name: each.default for each in fields(kind)}
-    options = {name: (_option(name, row, hints[name]), defaults[name]) for name, row in own.items()}
-    rows, hints = table(RunSettings), types(RunSettings)
-    options |= {name: (_setting_option(rows[name], hints[name]), None) for name in settings}
 
-    def decorate(run: Callable[[Kind], Result]) -> Callable[..., Result]:
+    def decorate(run: Callable[[Any], Result]) -> Callable[..., Result]:
+        kind: Any = get_type_hints(run)["options"]
+        hints, defaults = types(kind), {each.name: each.default for each in fields(kind)}
+        options = {n: (_option(n, row, hints[n]), defaults[n]) for n, row in table(kind).items()}
+        rows, hints = table(RunSettings), types(RunSettings)
+        options |= {name: (_setting_option(rows[name], hints[name]), None) for name in settings}
+
         @functools.wraps(run)
         def command(**values: Any) -> Result:
             given = {name: values.pop(name) for name in settings}

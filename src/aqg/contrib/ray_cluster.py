@@ -129,7 +129,8 @@ class RayCluster(Place):
 
     def wait(self, seconds: float, receive: Handle) -> None:
         """Take what actors say; files are written down, and the dead are reported."""
-        self._make_room()
+        while self._idle and len(self._idle) + len(self._busy) > self.jobs:
+            self._ray.kill(self._idle.pop())  # takes the place of others: a node may have died
         ready, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=seconds)
         for stream in ready:
             index, actor, task = self._busy[stream]
@@ -149,11 +150,6 @@ class RayCluster(Place):
                 del self._busy[stream]
                 self._idle.append(actor)
             receive(event)
-
-    def _make_room(self) -> None:
-        """Let idle actors go that take the place of others, which a node that died has left."""
-        while self._idle and len(self._idle) + len(self._busy) > self.jobs:
-            self._ray.kill(self._idle.pop())
 
     def ask_to_stop(self) -> None:
         for _, actor, _ in self._busy.values():

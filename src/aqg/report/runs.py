@@ -18,6 +18,7 @@ from aqg.errors import RunError
 from aqg.runs import directory as stored
 from aqg.runs.cost import BYTES, DOWNLOADS, UPLOADS
 from aqg.runs.directory import CONFIG, METRIC_PREFIX, ROUNDS, read_config, read_metrics, read_toml
+from aqg.runs.files import explained
 from aqg.sim.record import DROPPED
 from aqg.studies.sweep import GRID
 
@@ -105,10 +106,8 @@ def find_runs(path: Path) -> list[Path]:
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise RunError(f"{str(path)!r} {reason}; name a directory that `aqg run` or a sweep made")
-    try:
+    with explained(f"{str(path)!r} cannot be read"):
         runs = _find_below(path, _MAX_DEPTH)
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     if not runs:
         raise RunError(
             f"{str(path)!r} is not a run directory and holds none: "

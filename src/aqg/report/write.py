@@ -28,7 +28,7 @@ from aqg.report import runs as grouping
 from aqg.report.frontier import Panel, of_runs, of_studies
 from aqg.report.runs import COLORS, Comparison, Fault, Group, Run, setting_text
 from aqg.runs.cost import BYTES
-from aqg.runs.files import write_atomically
+from aqg.runs.files import explained, write_atomically
 from aqg.runs.table import format_bytes
 
 _MAX_POINTS = 600
@@ -412,14 +412,9 @@ def check_outputs(outputs: Outputs) -> None:
     if not outputs.html.parent.is_dir():
         raise RunError(f"directory {str(outputs.html.parent)!r} of --out does not exist")
     for directory in (outputs.png, outputs.csv):
-        if directory is None:
-            continue
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(
-                f"output directory {str(directory)!r} cannot be made: {error.strerror}"
-            ) from None
+        if directory is not None:
+            with explained(f"output directory {str(directory)!r} cannot be made"):
+                directory.mkdir(parents=True, exist_ok=True)
 
 
 def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Path], int]:

@@ -124,11 +124,9 @@ def finite_or_none(value: float | None) -> float | None:
 
 def create_directory(path: Path) -> None:
     """Make a new run directory; an existing one must be empty."""
-    try:
+    with files.explained(f"output directory {str(path)!r} cannot be made"):
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(path.iterdir())
-    except OSError as error:
-        raise RunError(f"output directory {str(path)!r} cannot be made: {error.strerror}") from None
     if occupied:
         raise RunError(
             f"output directory {str(path)!r} is not empty; name another with --out, "
@@ -164,16 +162,14 @@ def _claim(path: Path) -> Path:
     """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
     candidate, number = path, 1
     while True:
-        try:
+        with (
+            files.explained(f"output directory {str(path)!r} cannot be made"),
+            suppress(FileExistsError),
+        ):
             candidate.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            candidate = path.with_name(f"{path.name}-{number}")
-        except OSError as error:
-            reason = error.strerror
-            raise RunError(f"output directory {str(path)!r} cannot be made: {reason}") from None
-        else:
             return candidate
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
 
 
 _START_AGAIN = f"delete {CHECKPOINT} to start this run again"
@@ -257,11 +253,9 @@ class RunFiles:
             content = self._counted_on(found[1])
         lines = _as_lines(rounds, content.split(b"\n")[:-1])
         self._digest, self._num_bytes = hashlib.sha256(content), len(content)
-        try:
+        with files.explained(f"{str(rounds)!r} cannot be written"):
             self._rounds = rounds.open("ab")
             self._rounds.truncate(len(content))
-        except OSError as error:
-            raise RunError(f"{str(rounds)!r} cannot be written: {error.strerror}") from None
         return None if found is None else found[0], lines
 
     def _counted_on(self, about: Mapping[str, Any]) -> bytes:
@@ -297,12 +291,9 @@ class RunFiles:
     def checkpoint(self, arrays: Mapping[str, NDArray[Any]], num_rounds: int) -> None:
         """Save where the run stands after ``num_rounds`` rounds, which are put on disk first."""
         assert self._rounds is not None
-        try:
+        with files.explained(f"{str(self.path / ROUNDS)!r} cannot be written"):
             self._rounds.flush()
             os.fsync(self._rounds.fileno())
-        except OSError as error:
-            name = str(self.path / ROUNDS)
-            raise RunError(f"{name!r} cannot be written: {error.strerror}") from None
         about = {"run": self._identity, "rounds": num_rounds, "bytes": self._num_bytes}
         about["sha256"] = self._digest.hexdigest()
         files.write_arrays(self.path / CHECKPOINT, arrays, about)

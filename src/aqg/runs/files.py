@@ -11,7 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,19 @@ def read_json(path: Path, advice: str) -> dict[str, Any] | None:
         raise RunError(f"{str(path)!r} is damaged ({error}); {advice}") from None
 
 
-def read(path: Path) -> bytes | None:
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say what an error of the system is about."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+        yield
     except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+        raise RunError(f"{what}: {error.strerror}") from None
+
+
+def read(path: Path) -> bytes | None:
+    with explained(f"{str(path)!r} cannot be read"), suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -108,19 +114,16 @@ class Records:
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a record whole or not at all; what an earlier kill cut short is removed."""
         line = seal(json.dumps(row, allow_nan=False)).encode() + b"\n"
-        try:
-            with self.path.open("ab") as file:
-                start = self.path.read_bytes().rfind(b"\n") + 1
-                file.truncate(start)
-                try:
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.truncate(self.path, start)
-                    raise
-        except OSError as error:
-            raise RunError(f"{str(self.path)!r} cannot be written: {error.strerror}") from None
+        with explained(f"{str(self.path)!r} cannot be written"), self.path.open("ab") as file:
+            start = self.path.read_bytes().rfind(b"\n") + 1
+            file.truncate(start)
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self.path, start)
+                raise
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(seal(json.dumps(row, allow_nan=False)) + "\n" for row in rows)

@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -113,18 +114,15 @@ def run(
     once the last round is done and saved. The contact is told `Progress` now and then; where
     it asks to stop, `Interrupted` is raised after the round was saved.
     """
-    with locked(directory, _SECONDS_FOR_ORPHANS):
-        files = RunFiles(directory, identity(config))
+    files = RunFiles(directory, identity(config))
+    with locked(directory, _SECONDS_FOR_ORPHANS), closing(files):
         goal = config.goal
         if goal is not None and goal.hold and goal.kind == "residual" and callable(minimum):
             minimum = minimum()
         how: dict[str, Any] = {"eval_every": config.eval_every, "validates": config.validation > 0}
         how |= {"minimum": None if callable(minimum) else minimum, "ceiling": ceiling}
         judge = Judge(goal, config.rounds, **how)
-        try:
-            return _run(config, problem, minimum, files, contact or Contact(), judge, keeps_models)
-        finally:
-            files.close()
+        return _run(config, problem, minimum, files, contact or Contact(), judge, keeps_models)
 
 
 def _run(

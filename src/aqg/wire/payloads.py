@@ -56,7 +56,10 @@ EXPONENT_OFFSET = 128
 def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
     match upload:
         case DenseUpload():
-            return _encode_dense(upload, threads)
+            coded = encode_planes(sections.split_floats(upload.dense), threads)
+            if len(coded) < 4 * len(upload):
+                return Mode.DENSE_CODED, coded
+            return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
         case HalfUpload():
             coded = encode_planes(sections.split_floats(upload.halves), threads)
             return Mode.HALF, bytes([upload.exponent + EXPONENT_OFFSET]) + coded
@@ -76,13 +79,6 @@ def decode_values(
 ) -> Values:
     """Undo `encode_values`; the parts of the message fit each other, its values may not."""
     return _DECODERS[mode](Reader(payload), length, threads)
-
-
-def _encode_dense(upload: DenseUpload, threads: int | None) -> tuple[Mode, bytes]:
-    coded = encode_planes(sections.split_floats(upload.dense), threads)
-    if len(coded) < 4 * len(upload):
-        return Mode.DENSE_CODED, coded
-    return Mode.DENSE, upload.dense.astype("<f4", copy=False).tobytes()
 
 
 def _decode_dense(reader: Reader, length: int, _: int | None) -> DenseUpload:
