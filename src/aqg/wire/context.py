@@ -546,9 +546,8 @@ def _magnitude_contexts(buckets: Any, k: Any, near: Any, far: Any) -> Any:
     north_east = int(buckets[np.uint64(k - far + near)])
     north = int(buckets[np.uint64(k - far)])
     around = 2 * west + 2 * north + int(buckets[np.uint64(k - far - near)]) + north_east
-    before = 0
-    for i in range(1, 5):
-        before += int(buckets[np.uint64(k - i)])
+    before = int(buckets[np.uint64(k - 1)]) + int(buckets[np.uint64(k - 2)])
+    before = before + int(buckets[np.uint64(k - 3)]) + int(buckets[np.uint64(k - 4)])
     a = AROUND + NODES * int(ACTIVITY[np.uint64(around)])
     b = SHAPE + NODES * (16 * min(north_east, 3) + 4 * min(west_west, 3) + min(west, 3))
     c = BEFORE + NODES * (3 * int(ACTIVITY[np.uint64(before)]) + min(west, 2))
