@@ -109,8 +109,8 @@ def test_own_model_leaves_models_that_load(folder):
                 ).parameters()
             ]
         )
-        assert np.array_equal(flat.numpy(), checkpoint["step_mean"])
-        assert not np.array_equal(flat.numpy(), checkpoint["parameters"])
+        assert np.array_equal(flat.numpy(), checkpoint["model/step/mean"])
+        assert not np.array_equal(flat.numpy(), checkpoint["model/parameters"])
     # The best one is as good as the best line says, statistics and all.
     module.eval()
     with np.load("own.npz") as data:
