@@ -745,7 +745,7 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
         ({"num-server-rounds": "many"}, "num-server-rounds is 'many'; it must be a whole number"),
         ({"num-server-rounds": True}, "num-server-rounds is True; it must be a whole number"),
         ({"min-clients": 4}, "min-clients is 4; it must be at most 3"),
-        ({"min-clients": 2, "fraction-train": 0.34}, "only 1 of 3 clients are asked"),
+        ({"min-clients": 2, "fraction-train": 0.34}, "only 1 of 3 clients are sampled"),
         ({"recipe": "magic"}, "unknown recipe 'magic'"),
         ({"optimizer": "magic"}, "unknown optimizer 'magic'"),
         ({"weighting": "age"}, "unknown weighting 'age'"),
