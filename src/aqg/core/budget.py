@@ -30,6 +30,8 @@ from aqg.core.grids import round_up_to_bfloat16
 
 LOST = 0.5
 """A squared distance from the start below which a model gets nowhere, in that of a random walk."""
+_BELOW = 1 - 2.0**-40
+"""So that what is 1 but for its last bits, as with a single upload, is rounded to 1."""
 _LEAST = 2.0**-20
 """A noise that is as good as none, where uploads are rounded at random all the same."""
 
@@ -68,7 +70,7 @@ class Budget(NamedTuple):
         if not energy:  # too small a number
             return self
         agreement = min(max(signal / energy, 0.0), max(1.0, most))
-        return self._replace(noise=round_up_to_bfloat16(nu * agreement))
+        return self._replace(noise=round_up_to_bfloat16(nu * agreement * _BELOW))
 
     def while_steady(self, moved: float, distance: float) -> Budget:
         """Return the budget of clients that keep what they do not send, after a step.

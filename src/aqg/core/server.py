@@ -187,7 +187,7 @@ def take_step(
     know where the model is. Otherwise what they did not learn is added to the next update. With
     `Full` the entry says nothing: clients receive the model.
     """
-    start, model = model, _noise_of_round(space, recipe, model, step.senders(num_clients))
+    model = _noise_of_round(space, recipe, model, step.senders(num_clients))
     factor = step.factor(recipe)
     direction = model.total if factor == 1 else model.total * factor
     optimizer, update = step.optimizer.step(model.optimizer, direction, space.root)
@@ -206,7 +206,11 @@ def take_step(
         movement = length.squared / num_clients**2 * length.factor
         movement = rounded_up(movement) if is_rounded else movement
     if recipe.noise and recipe.keeps_residual:
-        moved = moved._replace(budget=_noise_while_steady(space, start, moved))
+        if not is_rounded:
+            walked = wanted.size**2 * space.squared_norm(wanted.update)
+        else:
+            walked = energy_of(entry.position) if isinstance(entry.position, Upload) else 0.0
+        moved = moved._replace(budget=_noise_while_steady(space, moved, walked))
     is_news = length is not None and movement != last
     entry = entry._replace(movement=movement if is_news else None, is_rounded=is_rounded)
     moved = moved._replace(
@@ -371,13 +375,12 @@ def _noise_of_round(space: Space, recipe: Recipe, model: Model, senders: float) 
     return model._replace(budget=budget, upload_energy=0.0)
 
 
-def _noise_while_steady(space: Space, old: Model, new: Model) -> Budget:
+def _noise_while_steady(space: Space, model: Model, walked: float) -> Budget:
     """Return the noise of the next round: some if the model gets nowhere, else none."""
-    budget = new.budget
-    if new.step is None or not len(new.step.start):
-        return budget.while_steady(0.0, 0.0)
-    moved = space.squared_norm(new.parameters - old.parameters)
-    return budget.while_steady(moved, space.squared_norm(new.parameters - new.step.start))
+    if model.step is None or not len(model.step.start):
+        return model.budget.while_steady(0.0, 0.0)
+    distance = space.squared_norm(model.parameters - model.step.start)
+    return model.budget.while_steady(walked, distance)
 
 
 def _change(space: Space, old: Array, new: Array) -> Change | None:
