@@ -55,7 +55,7 @@ from aqg.core.policies import Always
 from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
 from aqg.core.stages import ErrorFeedback, Outcome, StageState
-from aqg.errors import ConfigError
+from aqg.errors import require
 
 if TYPE_CHECKING:
     from aqg.core.types import FloatArray
@@ -109,8 +109,7 @@ class Share(Quantizer):
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"share is {self.share}; it must be above 0 and at most 1")
+        require(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         magnitudes = np.empty(len(vector), np.uint16)
@@ -199,8 +198,7 @@ class Patience(ErrorFeedback):
 
 def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Recipe:
     """Make the default of the recipe for exact gradients; without a share there are only draws."""
-    if not 0 < noise < math.inf:
-        raise ConfigError(f"noise is {noise}; it must be above 0 and finite")
+    require(0 < noise < math.inf, "noise", noise, "above 0 and finite")
     draws = Recipe(policy=Always(2), quantizer=Draws(), noise=noise, step=STEP, downlink=DOWNLINK)
     steady = None
     if share:

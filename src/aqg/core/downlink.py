@@ -25,7 +25,7 @@ from aqg.core.quantizers import (
 )
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.spec import make_named
 
 _FOREVER = 1 << 62
@@ -73,12 +73,10 @@ class Condensed:
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < math.inf:
             raise ConfigError(f"tolerance is {self.tolerance}; it must be at least 0 and finite")
-        if not 0 < self.ratio < math.inf:
-            raise ConfigError(f"ratio is {self.ratio}; it must be above 0 and finite")
+        require(0 < self.ratio < math.inf, "ratio", self.ratio, "above 0 and finite")
         if not (float(self.bits).is_integer() and 1 <= self.bits <= 8):
             raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
-        if not 0 <= self.keep <= 1:
-            raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
+        require(0 <= self.keep <= 1, "keep", self.keep, "at least 0 and at most 1")
 
     @property
     def of_velocity(self) -> Recipe:

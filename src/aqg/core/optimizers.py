@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.core.types import Float64Array
-from aqg.errors import ConfigError
+from aqg.errors import require
 from aqg.spec import make_named
 
 
@@ -104,8 +104,7 @@ class Adam(ServerOptimizer):
     def __post_init__(self) -> None:
         _require_decay("b1", self.b1)
         _require_decay("b2", self.b2)
-        if not 0 < self.eps < float("inf"):
-            raise ConfigError(f"eps is {self.eps}; it must be above 0")
+        require(0 < self.eps < float("inf"), "eps", self.eps, "above 0")
 
     @property
     def fresh_share(self) -> float:
@@ -140,5 +139,4 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
 
 
 def _require_decay(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 0 and below 1")
+    require(0 <= value < 1, name, value, "at least 0 and below 1")

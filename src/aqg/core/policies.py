@@ -16,7 +16,7 @@ import numpy as np
 
 from aqg.core.kernels import Innovation
 from aqg.core.types import BoolArray, Float64Array, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 
 
 class Decision(NamedTuple):
@@ -89,8 +89,7 @@ class LazyOwn:
     width: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.zeta < np.inf:
-            raise ConfigError(f"zeta is {self.zeta}; it must be at least 0 and finite")
+        require(0 <= self.zeta < np.inf, "zeta", self.zeta, "at least 0 and finite")
 
     def decide(self, case: Case) -> Decision:
         """Send when the server's copy is further off than the gradient just moved."""

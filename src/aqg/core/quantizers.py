@@ -35,7 +35,7 @@ from aqg.core.messages import (
     to_halves,
 )
 from aqg.core.types import FloatArray, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import require
 
 MAX_BUCKET_BITS = 8
 """Levels of buckets are bytes."""
@@ -157,8 +157,7 @@ class Buckets(Quantizer):
     bucket: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bucket <= LONGEST_BLOCK:
-            raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
+        require(1 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
@@ -218,8 +217,7 @@ class _KeepsFew(Quantizer):
     keep: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ConfigError(f"keep is {self.keep}; it must be above 0 and at most 1")
+        require(0 < self.keep <= 1, "keep", self.keep, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from aqg.core.track import (
     next_direction,
 )
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
-from aqg.errors import ConfigError, MessageError
+from aqg.errors import ConfigError, MessageError, require
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
@@ -537,8 +537,7 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
 
     The state must have been made for the same optimizer, rule and downlink.
     """
-    if not is_number(step.size):
-        raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
+    require(is_number(step.size), "step_size", repr(step.size), "a finite number")
     if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
         raise ConfigError(
             f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"

@@ -22,7 +22,7 @@ from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.recipe import Recipe
 from aqg.core.space import Array, Space
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError
+from aqg.errors import require
 from aqg.spec import make_named
 
 _LEAST, _MOST = 2.0**-120, 2.0**120
@@ -64,8 +64,7 @@ class StepRule:
     name: ClassVar[str]  # how settings call it
 
     def __post_init__(self) -> None:
-        if not 0 <= self.average < math.inf:
-            raise ConfigError(f"average is {self.average}; it must be at least 0 and finite")
+        require(0 <= self.average < math.inf, "average", self.average, "at least 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState | None:
         """Return the state before the first round; None where nothing is remembered."""
@@ -128,8 +127,7 @@ class DistanceOverGradients(StepRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in (("first", self.first), ("widest", self.widest), ("most", self.most)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
+            require(0 < value < math.inf, name, value, "above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
         return StepState(

@@ -19,7 +19,7 @@ from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.objectives.base import Learner, Objective
 from aqg.objectives.closed_form import ClosedForm
 from aqg.sim.late import Late
@@ -60,8 +60,7 @@ class LocalTraining:
             raise ConfigError(
                 f"local_steps is {self.steps} and local_epochs {self.epochs}; give one of them"
             )
-        if not 0 < self.rate < math.inf:
-            raise ConfigError(f"local_rate is {self.rate}; it must be above 0")
+        require(0 < self.rate < math.inf, "local_rate", self.rate, "above 0")
 
     @property
     def is_one_gradient(self) -> bool:
@@ -248,8 +247,7 @@ class Dropout:
     absences: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.rate < 1.0:
-            raise ConfigError(f"dropout is {self.rate}; it must be at least 0 and below 1")
+        require(0.0 <= self.rate < 1.0, "dropout", self.rate, "at least 0 and below 1")
         for client, first, last in self.absences:
             if client < 0 or not 1 <= first <= last:
                 raise ConfigError(
