@@ -25,7 +25,7 @@ from aqg.core.quantizers import (
 )
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError, require
+from aqg.errors import require
 from aqg.spec import make_named
 
 _FOREVER = 1 << 62
@@ -71,11 +71,11 @@ class Condensed:
     name = "condensed"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < math.inf:
-            raise ConfigError(f"tolerance is {self.tolerance}; it must be at least 0 and finite")
+        c = self.tolerance
+        require(0 <= c < math.inf, "tolerance", c, "at least 0 and finite")
         require(0 < self.ratio < math.inf, "ratio", self.ratio, "above 0 and finite")
-        if not (float(self.bits).is_integer() and 1 <= self.bits <= 8):
-            raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
+        is_fine = float(self.bits).is_integer() and 1 <= self.bits <= 8
+        require(is_fine, "bits", self.bits, "a whole number in 1..8")
         require(0 <= self.keep <= 1, "keep", self.keep, "at least 0 and at most 1")
 
     @property
@@ -102,11 +102,8 @@ class Condensed:
 
 
 Downlink = Full | Exact | Condensed
-DOWNLINKS: dict[str, type[Full | Exact | Condensed]] = {
-    "full": Full,
-    "exact": Exact,
-    "condensed": Condensed,
-}
+DOWNLINKS: dict[str, type[Full | Exact | Condensed]]
+DOWNLINKS = {"full": Full, "exact": Exact, "condensed": Condensed}
 
 
 @dataclass(frozen=True)

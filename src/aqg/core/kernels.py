@@ -34,6 +34,10 @@ class Innovation(NamedTuple):
     errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
     quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
 
+    def with_axes(self, leading: tuple[int, ...]) -> Innovation:
+        parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in self]
+        return Innovation(*parts)
+
 
 def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
@@ -60,11 +64,7 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
         errors=sums[:, 3 + max_width :],
         quantized_norm=sums[:, 1],
     )
-    if delta.ndim == 2:  # a block of clients, as the simulator has it
-        return found
-    leading = delta.shape[:-1]
-    parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in found]
-    return Innovation(*parts)
+    return found if delta.ndim == 2 else found.with_axes(delta.shape[:-1])
 
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
@@ -173,10 +173,11 @@ def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
 
 @part()
 def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
-    """Compute `aqg.core.grids.grid_step`."""
+    """Return the step a client sends for a vector with this radius and mean absolute value."""
     if midrise:
         value = 2 * radius / ((1 << width) - 1)
     elif width == 1:
+        # Below the smallest step, rounding up would overshoot: nothing is closer than ± that.
         value = mean_abs if mean_abs >= MIN_STEP else 0.0
     else:
         value = radius / ((1 << (width - 1)) - 1)

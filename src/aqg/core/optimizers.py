@@ -70,7 +70,7 @@ class Momentum(ServerOptimizer):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_decay("beta", self.beta)
+        require(0 <= self.beta < 1, "beta", self.beta, "at least 0 and below 1")
 
     @property
     def fresh_share(self) -> float:
@@ -102,8 +102,8 @@ class Adam(ServerOptimizer):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        _require_decay("b1", self.b1)
-        _require_decay("b2", self.b2)
+        for name, value in (("b1", self.b1), ("b2", self.b2)):
+            require(0 <= value < 1, name, value, "at least 0 and below 1")
         require(0 < self.eps < float("inf"), "eps", self.eps, "above 0")
 
     @property
@@ -122,11 +122,8 @@ class Adam(ServerOptimizer):
         return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)
 
 
-OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]] = {
-    "sgd": SGD,
-    "momentum": Momentum,
-    "adam": Adam,
-}
+OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]]
+OPTIMIZERS = {"sgd": SGD, "momentum": Momentum, "adam": Adam}
 
 
 def make_optimizer(spec: str) -> SGD | Momentum | Adam:
@@ -136,7 +133,3 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     Momentum(beta=0.8)
     """
     return make_named("optimizer", spec, OPTIMIZERS)
-
-
-def _require_decay(name: str, value: float) -> None:
-    require(0 <= value < 1, name, value, "at least 0 and below 1")

@@ -14,7 +14,6 @@ from aqg.core.grids import (
     MAX_WIDTH,
     MIN_STEP,
     Grid,
-    grid_step,
     level_dtype,
     round_up_to_bfloat16,
     value_table,
@@ -293,20 +292,14 @@ class AquilaQuantizer(Quantizer):
             row = rows[r]
             radius = float(np.abs(row).max(initial=0))
             width = choose_width(radius, float(base.squared_norm[r]) ** 0.5, len(row))
-            step = grid_step(Grid.MIDRISE, width, radius, mean_abs=0.0)
+            step = round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
             levels = quantize(row, Grid.MIDRISE, width, step)
             values = value_table(Grid.MIDRISE, width, step, np.float64)[levels]
             steps[r, width - 1] = step
             errors[r, width - 1] = np.square(values - row).sum()
             quantized[r] = np.square(values).sum()
-        leading = delta.shape[:-1]
-        return Innovation(
-            in_range=base.in_range.reshape(leading),
-            squared_norm=base.squared_norm.reshape(leading),
-            steps=steps.reshape(*leading, MAX_WIDTH),
-            errors=errors.reshape(*leading, MAX_WIDTH),
-            quantized_norm=quantized.reshape(leading),
-        )
+        found = base._replace(steps=steps, errors=errors, quantized_norm=quantized)
+        return found.with_axes(delta.shape[:-1])
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         width, step = request.width, request.step

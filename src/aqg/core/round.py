@@ -123,7 +123,10 @@ def compress(
         flow.stored_errors,
     )
     uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
-    faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []
+    faults: list[tuple[int, str]] = []
+    if len(gaps.faulty):
+        members, rows = clients[gaps.faulty].tolist(), space.rows(gaps.vectors, gaps.faulty)
+        faults = [(m, describe_fault(row)) for m, row in zip(members, rows, strict=True)]
     widths = np.array([upload.width for upload in uploads], np.int64)
     return Compressed(
         clients[gaps.senders], uploads, widths, faults, clients, gaps, stages, news.noise
@@ -148,14 +151,6 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     for stage in recipe.stages:
         settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
-
-
-def _describe(
-    space: Space, clients: IntArray, vectors: Array, faulty: IntArray
-) -> list[tuple[int, str]]:
-    rows = space.rows(vectors, faulty)
-    members = clients[faulty].tolist()
-    return [(client, describe_fault(row)) for client, row in zip(members, rows, strict=True)]
 
 
 def describe_fault(vector: FloatArray) -> str:

@@ -441,8 +441,8 @@ def init_server(
     ``step`` says which optimizer, rule and downlink the state is for, ``held`` what is noted of
     each client.
     """
-    if not is_whole(num_clients) or num_clients < 1:
-        raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+    is_count = is_whole(num_clients) and num_clients >= 1
+    require(is_count, "num_clients", repr(num_clients), "a whole number above 0")
     if getattr(parameters, "ndim", None) != 1 or not len(parameters):
         shape = getattr(parameters, "shape", type(parameters).__name__)
         raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
@@ -538,12 +538,10 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
     The state must have been made for the same optimizer, rule and downlink.
     """
     require(is_number(step.size), "step_size", repr(step.size), "a finite number")
-    if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
-        raise ConfigError(
-            f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
-        )
-    if not (is_number(step.sampled) and 0 < step.sampled <= 1):
-        raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
+    rate, sampled = step.dropout_rate, step.sampled
+    is_rate, is_share = is_number(rate) and 0 <= rate < 1, is_number(sampled) and 0 < sampled <= 1
+    require(is_rate, "dropout_rate", repr(rate), "at least 0 and below 1")
+    require(is_share, "sampled", repr(sampled), "above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
     for name in ("velocity", "rest"):
         if len(getattr(fitting, name)) != (len(getattr(state.model, name)) > 0):

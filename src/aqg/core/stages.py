@@ -66,10 +66,11 @@ class Stage:
     # of ``flow.space``, and keeps some there; else they are brought to NumPy first
     vectors: ClassVar[str] = "host"
     notes_faults: ClassVar[bool] = False  # whether vectors that cannot be quantized count
+    keeps: ClassVar[str] = ""  # the name of the vector, zeros at first, that is all of its state
 
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:
         """Return the state of one client before the first round, without the leading axis."""
-        return {}
+        return {self.keeps: np.zeros(num_params, dtype)} if self.keeps else {}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         """Return the state and the flow to go on with."""
@@ -144,10 +145,8 @@ class ErrorFeedback(Stage):
     """
 
     name: ClassVar[str] = "feedback"
+    keeps: ClassVar[str] = "residual"
     vectors: ClassVar[str] = "device"
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"residual": np.zeros(num_params, dtype)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
@@ -195,13 +194,11 @@ class RunningAverage(Stage):
 
     eta: float
     name: ClassVar[str] = "average"
+    keeps: ClassVar[str] = "average"
     vectors: ClassVar[str] = "device"
 
     def __post_init__(self) -> None:
         require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"average": np.zeros(num_params, dtype)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         average = flow.space.blend(state["average"], flow.vectors, self.eta)
@@ -213,10 +210,8 @@ class OwnMovement(Stage):
     """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
 
     name: ClassVar[str] = "own_movement"
+    keeps: ClassVar[str] = "last"
     vectors: ClassVar[str] = "device"
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"last": np.zeros(num_params, dtype)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         movement = flow.space.distances(flow.vectors, state["last"])

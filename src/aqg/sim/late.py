@@ -20,7 +20,7 @@ import numpy as np
 
 from aqg.core.messages import Skip
 from aqg.core.server import age_weight
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.sim.record import AT_WORK, DROPPED
 from aqg.spec import make_named
 from aqg.wire import decode, encode
@@ -41,14 +41,6 @@ _BITS_PER_BYTE, _MEGA = 8, 1e6
 _FIELDS = ("clock", "round", "arrival", "frames", "lengths")
 
 
-def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:
-    is_enough = value > 0 if positive else value >= 0
-    if not (is_enough and value <= most and math.isfinite(value)):
-        bound = "above 0" if positive else "at least 0"
-        bound += f" and at most {most:g}" if most < math.inf else ""
-        raise ConfigError(f"option {name} is {value:g}; it must be {bound}")
-
-
 @dataclass(frozen=True)
 class Speeds:
     """How long clients train in a round: each has a time of its own, which may vary."""
@@ -60,11 +52,11 @@ class Speeds:
     jitter: float = 0.0  # ``σ`` of the logarithm from round to round
 
     def __post_init__(self) -> None:
-        _require("seconds", self.seconds, positive=True)
-        _require("sigma", self.sigma)
-        _require("share", self.share, most=1.0)
-        _require("times", self.times, positive=True)
-        _require("jitter", self.jitter)
+        require(0 < self.seconds < math.inf, "option seconds", f"{self.seconds:g}", "above 0")
+        require(0 <= self.sigma < math.inf, "option sigma", f"{self.sigma:g}", "at least 0")
+        require(0 <= self.share <= 1, "option share", f"{self.share:g}", "at least 0 and at most 1")
+        require(0 < self.times < math.inf, "option times", f"{self.times:g}", "above 0")
+        require(0 <= self.jitter < math.inf, "option jitter", f"{self.jitter:g}", "at least 0")
 
     def of_clients(self, num_clients: int, seed: int) -> Float64Array:
         random = np.random.default_rng([seed, _SPEEDS])
@@ -104,8 +96,10 @@ class Outages:
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        _require("chance", self.chance, most=1.0)
-        _require("seconds", self.seconds, positive=True)
+        require(
+            0 <= self.chance <= 1, "option chance", f"{self.chance:g}", "at least 0 and at most 1"
+        )
+        require(0 < self.seconds < math.inf, "option seconds", f"{self.seconds:g}", "above 0")
 
     def of_round(self, number: int, num_clients: int, seed: int) -> Float64Array:
         random = np.random.default_rng([seed, _OUTAGES, number])

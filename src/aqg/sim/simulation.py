@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.downlink import Full
-from aqg.core.public import Entry, Public, lies_on_grid
+from aqg.core.public import Entry, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
@@ -126,16 +126,13 @@ class Simulation(ABC):
         away = away | self.dropout.dropped(number, count)
         return np.flatnonzero(~away) if away.any() else self.everyone
 
-    def _public(self) -> Public:
-        return self.model.public(self.space)
-
     def _deliver(self, present: IntArray) -> tuple[list[tuple[IntArray, Delivery]], IntArray]:
         """Bring clients up to date; return what each receives, and how many bytes that is."""
         if self.log is None:
             size = full_download_bytes(self.problem.initial_params)
             found = [(present, Delivery(self.next_round, size))]
         else:
-            found = self.log.deliver_to(present, self._public)
+            found = self.log.deliver_to(present, lambda: self.model.public(self.space))
             if not self._forgets:
                 self.log.positions[present] = self.log.round
         received = np.zeros(len(self.everyone), np.int64)
@@ -195,13 +192,12 @@ class Simulation(ABC):
     def _initial_state(self) -> SimulationState:
         problem, params = self.problem, self.problem.initial_params
         count, late = problem.num_clients, self.training.late
+        receives_models = isinstance(self.step.downlink, Full)
         return SimulationState(
             init_model(self.recipe, params, self.step),
             init_clients(self.recipe, len(params), problem.dtype, count),
             self.statistics.to_arrays(),
-            log=None
-            if isinstance(self.step.downlink, Full)
-            else LogState(np.ones(count, np.int64)),
+            log=None if receives_models else LogState(np.ones(count, np.int64)),
             late=None if late is None else Replies(late, problem, self.seed).to_arrays(),
         )
 

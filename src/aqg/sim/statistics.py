@@ -130,10 +130,9 @@ class _Averaged(RunStatistics):
     def finish(self, client: int, buffers: Buffers) -> None:
         try:
             frame = describe_change(self._layout, self._start, buffers, self._known)
+            self._frames[client] = frame
         except GradientError as error:
             self._faults[client] = str(error)
-            return
-        self._frames[client] = frame
 
     def evaluation(self) -> Buffers:
         return self._shared.averaged if self._measures_mean else self._start
@@ -188,10 +187,10 @@ class _Local(RunStatistics):
         return result
 
     def buffers(self, client: int = 0) -> Buffers:
-        return _split(self._rows[client], self._num_values)
+        row, count = self._rows[client], self._num_values
+        return Buffers(row[:count].copy(), row[count:].astype(np.int64))
 
-    def start(self, client: int) -> Buffers:
-        return self.buffers(client)
+    start = buffers
 
     def finish(self, client: int, buffers: Buffers) -> None:
         """Keep a client's buffers for after the round, unless they are beyond numbers."""
@@ -225,7 +224,3 @@ class _Local(RunStatistics):
     def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
         assert arrays is not None
         self._rows, self._trained = arrays["rows"].copy(), {}
-
-
-def _split(row: Float64Array, num_values: int) -> Buffers:
-    return Buffers(row[:num_values].copy(), row[num_values:].astype(np.int64))

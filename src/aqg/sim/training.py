@@ -54,8 +54,7 @@ class LocalTraining:
     def __post_init__(self) -> None:
         counts = (self.batch_size, self.steps, self.epochs)
         for name, count in zip(("batch_size", "local_steps", "local_epochs"), counts, strict=True):
-            if count is not None and count < 1:
-                raise ConfigError(f"{name} is {count}; it must be at least 1")
+            require(count is None or count >= 1, name, count, "at least 1")
         if self.epochs is not None and self.steps != 1:
             raise ConfigError(
                 f"local_steps is {self.steps} and local_epochs {self.epochs}; give one of them"
@@ -97,7 +96,10 @@ class LocalTraining:
         num_steps = self.num_steps(len(labels))
         first_loss, total = None, 0.0
         quiet = np.errstate(over="ignore", invalid="ignore")  # divergence shows in the result
-        with quiet, self._learner(objective, key) as learner:
+        session: AbstractContextManager[Learner] = nullcontext(objective)  # gives exact gradients
+        if not self.sees_all_samples:
+            session = objective.session(key)
+        with quiet, session as learner:
             for batch in islice(self._batches(len(labels), key), num_steps):
                 samples = (features, labels) if batch is None else (features[batch], labels[batch])
                 loss, gradient = learner.losses_and_gradients(params, *samples)
@@ -105,10 +107,6 @@ class LocalTraining:
                 total = total + gradient
                 params = params - self.rate * gradient
             return first_loss, total / num_steps
-
-    def _learner(self, objective: Objective, key: Sequence[int]) -> AbstractContextManager[Learner]:
-        """Return what gradients come from: exact ones from the objective, others from a session."""
-        return nullcontext(objective) if self.sees_all_samples else objective.session(key)
 
     def update_alike(
         self,
@@ -120,8 +118,7 @@ class LocalTraining:
     ) -> tuple[FloatArray, FloatArray]:
         """Let clients of equally many samples take each step together; the same bits as `update`.
 
-        Returns:
-            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
+        What it returns for one client has an axis of clients here, in front.
         """
         members, num_steps = np.arange(len(keys))[:, None], self.num_steps(labels.shape[1])
         turns = [self._batches(labels.shape[1], key) for key in keys]
@@ -161,13 +158,16 @@ class LocalTraining:
 
         Batches are filled up to one length with samples of weight zero, and clients that have
         taken all their steps wait for the others.
-
-        Returns:
-            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
         """
-        num_steps = [self.num_steps(size) for size in sizes]
-        rows, weights = self._lay_out(objective, starts, sizes, keys, num_steps)
-        rows, weights = _like(labels, rows), _like(params, weights)
+        num_steps, longest = [self.num_steps(size) for size in sizes], max(sizes)
+        shape = max(num_steps), len(sizes), min(self.batch_size or longest, longest)
+        places, shares = np.zeros(shape, np.int64), np.zeros(shape)
+        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
+            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
+                chosen = np.arange(size) if batch is None else batch
+                places[j, m, : len(chosen)] = start + chosen
+                shares[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
+        rows, weights = _like(labels, places), _like(params, shares)
         waiting = [j for j in range(len(rows)) if j >= min(num_steps)]
         models = params.repeat(len(sizes), 1)
         total = first_losses = None
@@ -185,24 +185,6 @@ class LocalTraining:
             models = models - self.rate * gradients
         counts = _like(params, np.array(num_steps, np.float64))
         return first_losses, total / counts[:, None]
-
-    def _lay_out(
-        self,
-        objective: ClosedForm,
-        starts: Sequence[int],
-        sizes: Sequence[int],
-        keys: Keys,
-        num_steps: Sequence[int],
-    ) -> tuple[IntArray, Float64Array]:
-        batch_size = min(self.batch_size or max(sizes), max(sizes))
-        rows = np.zeros((max(num_steps), len(sizes), batch_size), np.int64)
-        weights = np.zeros(rows.shape)
-        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
-            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
-                chosen = np.arange(size) if batch is None else batch
-                rows[j, m, : len(chosen)] = start + chosen
-                weights[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
-        return rows, weights
 
     def _batches(self, num_samples: int, key: Sequence[int]) -> Iterator[IntArray | None]:
         """Pass over the samples again and again, each time in another order; None: all of them."""
@@ -306,15 +288,14 @@ class Training:
         if self.weighting not in WEIGHTINGS:
             choices = ", ".join(WEIGHTINGS)
             raise ConfigError(f"unknown weighting {self.weighting!r}; choose from {choices}")
-        if not 0 < self.participation <= 1:
-            raise ConfigError(
-                f"participation is {self.participation}; it must be above 0 and at most 1"
-            )
+        asked = self.participation
+        require(0 < asked <= 1, "participation", asked, "above 0 and at most 1")
 
     def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
-        sampled = self.num_counted(num_clients) / num_clients
-        if self.waits_for_some:  # of those who have not dropped out
-            dropout_rate = 0.0
+        counted = self.num_sampled(num_clients)
+        if self.late is not None and self.late.buffer_size is not None:
+            counted, dropout_rate = self.late.buffer_size, 0.0  # of those who have not dropped out
+        sampled = counted / num_clients
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
     def check_memory(self, recipe: Recipe, averages_statistics: bool) -> None:
@@ -350,12 +331,6 @@ class Training:
         [1, 1, 10]
         """
         return max(1, round(self.participation * num_clients))
-
-    def num_counted(self, num_clients: int) -> int:
-        """Return how many replies make a round, if no client drops out."""
-        late = self.late
-        asked = self.num_sampled(num_clients)
-        return asked if late is None or late.buffer_size is None else late.buffer_size
 
     def unsampled(
         self, round_number: int, num_clients: int, seed: int, at_work: BoolArray | None = None
