@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.grids import MAX_RADIUS, MIN_STEP, Affine, Grid, level_dtype
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype
 from aqg.core.types import BoolArray, Float64Array, FloatArray, Levels
 from aqg.jit import njit, part
 
@@ -85,17 +85,6 @@ def add_levels(
     out = np.empty_like(base) if out is None else out
     _add_levels(base, levels, values, out)
     return out
-
-
-def move_mirror(
-    mirror: FloatArray, levels: Levels, values: Affine, total: Float64Array, weight: float
-) -> None:
-    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
-
-    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
-    Values come from the grid's formula, where they are exact too, and not from a table.
-    """
-    _move_mirror(mirror, levels, *values, total, weight)
 
 
 @njit(fastmath=_SUMS)
@@ -286,9 +275,14 @@ def _add_levels(base: Any, levels: Any, values: Any, out: Any) -> Any:
 
 
 @njit()
-def _move_mirror(
+def move_mirror(
     mirror: Any, levels: Any, scale: Any, offset: Any, unit: Any, total: Any, weight: Any
 ) -> None:
+    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
+
+    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
+    Values come from the grid's formula (`aqg.core.grids.Affine`), where they are exact too.
+    """
     factor, base = scale * unit, offset * unit  # like all that follows from them, exact
     for i in range(len(mirror)):
         old = mirror[i]

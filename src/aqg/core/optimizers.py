@@ -24,6 +24,10 @@ class OptimizerState(NamedTuple):
     variance: Float64Array  # the running mean of squared directions, ``(n,)`` or ``(0,)``
 
 
+Root = Callable[[Any], Any]
+Stepped = tuple[OptimizerState, Any]
+
+
 class ServerOptimizer:
     """Turns the aggregated direction into the step to take; here the direction itself."""
 
@@ -41,9 +45,7 @@ class ServerOptimizer:
         """Return the state before the first round."""
         return OptimizerState(np.zeros(0), np.zeros(0))
 
-    def step(
-        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, _root: Root = np.sqrt) -> Stepped:
         """Return the state after the round, and ``update``: the server takes ``-α·update``.
 
         ``root`` takes the roots of an array's coordinates where it lies.
@@ -80,9 +82,7 @@ class Momentum(ServerOptimizer):
         return OptimizerState(np.zeros(num_params), np.zeros(0))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(
-        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, _root: Root = np.sqrt) -> Stepped:
         momentum = self.beta * state.momentum + direction
         return state._replace(momentum=momentum), momentum
 
@@ -114,9 +114,7 @@ class Adam(ServerOptimizer):
         return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(
-        self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, root: Root = np.sqrt) -> Stepped:
         momentum = self.b1 * state.momentum + (1 - self.b1) * direction
         variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
         return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)

@@ -103,12 +103,9 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
     recipe: Recipe = make_named("recipe", spec, makers, *given)
-    ways = {
-        name: replace(way, max_staleness=max_staleness)
-        for name in ("exact", "steady")
-        if (way := getattr(recipe, name)) is not None
-    }
-    return replace(recipe, max_staleness=max_staleness, **ways)
+    ways = recipe.exact, recipe.steady
+    exact, steady = (way and replace(way, max_staleness=max_staleness) for way in ways)
+    return replace(recipe, max_staleness=max_staleness, exact=exact, steady=steady)
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")

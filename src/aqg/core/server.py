@@ -44,7 +44,6 @@ from aqg.core.track import (
     Track,
     correct,
     init_mirrors,
-    move_directions,
     next_direction,
 )
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
@@ -172,7 +171,8 @@ def add_uploads(
         return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
     space.move(recipe.memory, mirrors.position, model.total, clients, uploads, weights)
     mirrors.is_held[clients] = True
-    move_directions(mirrors.direction, clients.tolist(), uploads)
+    for row, upload in zip(clients.tolist(), uploads, strict=True):
+        mirrors.direction[row] = next_direction(mirrors.direction[row], upload)
     return model._replace(is_moved=True)
 
 

@@ -5,10 +5,9 @@ of the clients' models the next model. `Fixed` takes that step, or the one that 
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
 Friend, ICML 2023). All of it is made from the model and the server's updates.
 
-Steps that are long enough to come far in few rounds leave the model in a noise around where it is
-going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
-model itself, and the mean is what is measured and kept in the end, with the same mean of the
-statistics of batch normalization (`aqg.objectives.statistics`).
+Long steps make the model fluctuate around its trajectory; the mean of the last models fluctuates
+less. It costs no bytes: training goes on from the model itself. The mean is what is measured and
+kept in the end, with that of the statistics of batch normalization (`aqg.objectives.statistics`).
 """
 
 import math
@@ -157,9 +156,8 @@ class DistanceOverGradients(StepRule):
         return state, _rounded(size)
 
 
-STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
-    rule.name: rule for rule in (Fixed, DistanceOverGradients)
-}
+STEPS: dict[str, type[Fixed | DistanceOverGradients]]
+STEPS = {rule.name: rule for rule in (Fixed, DistanceOverGradients)}
 AUTO = "auto"
 
 

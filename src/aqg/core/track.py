@@ -28,7 +28,6 @@ from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.jit import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from aqg.core.kernels import Innovation
     from aqg.core.recipe import Recipe
@@ -220,13 +219,6 @@ def advance(memory: Memory, position: FloatArray, part: Part, in_place: bool = F
         return moved
     values = value_table(part.grid, part.width, part.step, dtype)
     return add_levels(position, part.levels, values, out)
-
-
-def move_directions(
-    directions: NDArray[np.int8], rows: Sequence[int], parts: Sequence[Part]
-) -> None:
-    for row, part in zip(rows, parts, strict=True):
-        directions[row] = next_direction(directions[row], part)
 
 
 def next_direction(direction: NDArray[np.int8], part: Part) -> NDArray[np.int8]:

@@ -215,14 +215,11 @@ def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
 
 
 class Replies:
-    """The replies of a simulation that are on their way, and its clock.
-
-    Attributes:
-        clock: seconds since the first round began.
-    """
+    """The replies of a simulation that are on their way, and its clock."""
 
     def __init__(self, late: Late, problem: Problem, seed: int) -> None:
-        self.late, self.seed, self.clock = late, seed, 0.0
+        self.late, self.seed = late, seed
+        self.clock = 0.0  # seconds since the first round began
         self._num_params, count = len(problem.initial_params), problem.num_clients
         self._times = late.speeds.of_clients(count, seed)
         self._rounds = np.zeros(count, np.int64)  # in which each began; 0: is not at work

@@ -213,19 +213,15 @@ _DROPOUTS = 0xD209
 class Dropout:
     """Who drops out of which round: clients at random, and absences written down one by one.
 
-    Attributes:
-        rate: the probability ``p`` with which each client drops out, independently in every round;
-            Algorithm 2 amplifies by it.
-        seed: of these random numbers.
-        absences: a client, and the first and the last round of its absence.
-
     >>> dropout = Dropout(0.5, seed=3, absences=((0, 1, 2),))
     >>> dropout.dropped(round_number=1, num_clients=6).tolist()
     [True, False, True, True, True, True]
     """
 
+    # ``p``, with which each client drops out of every round; Algorithm 2 amplifies by it
     rate: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of these random numbers
+    # clients, and the first and the last round of the absence of each
     absences: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
