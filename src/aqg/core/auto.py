@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,10 +49,8 @@ from aqg.core.policies import Always
 from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
 from aqg.core.stages import ErrorFeedback, Outcome, StageState
+from aqg.core.types import FloatArray
 from aqg.errors import require
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
 
 SHARE = 0.9
 """Of the energy of an update and what is left of earlier ones, what a client sends in a round."""

@@ -85,16 +85,12 @@ def join_clients(states: Sequence[Clients]) -> Clients:
 
 
 def split_clients(state: Clients) -> list[Clients]:
-    rows = [slice(m, m + 1) for m in range(len(state.skipped_rounds))]
-    return [
-        Clients(
-            state.num_params,
-            state.track.row(row.start),
-            state.skipped_rounds[row],
-            {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()},
-        )
-        for row in rows
-    ]
+    def split(m: int) -> Clients:
+        row = slice(m, m + 1)
+        stages = {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()}
+        return Clients(state.num_params, state.track.row(m), state.skipped_rounds[row], stages)
+
+    return [split(m) for m in range(len(state.skipped_rounds))]
 
 
 def compress(

@@ -261,7 +261,8 @@ class WiderTolerance(Stage):
         return {"energy": np.zeros(())}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
-        return state, flow._replace(movement=self.widened(flow.movement, state["energy"]))
+        own = np.maximum(state["energy"], flow.movement)
+        return state, flow._replace(movement=np.minimum(own, self.widest * flow.movement))
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         if not len(outcome.senders):
@@ -269,14 +270,6 @@ class WiderTolerance(Stage):
         energy = state["energy"].copy()
         energy[outcome.senders] = [energies(mirror) for mirror in outcome.mirrors()]
         return {"energy": energy}
-
-    def widened(self, movement: float | Float64Array, energy: Float64Array) -> Float64Array:
-        """Return what each client may be off by.
-
-        >>> WiderTolerance(3.0).widened(2.0, np.array([1.0, 5.0, 100.0]))
-        array([2., 5., 6.])
-        """
-        return np.minimum(np.maximum(energy, movement), self.widest * movement)
 
 
 @dataclass(frozen=True)

@@ -268,10 +268,8 @@ def cut(
         owners[client, piece : piece + count] = 1
         starts.append(start)
         piece += count
-    return Pieces(
-        features=put(features.reshape(num_pieces, length, -1)),
-        labels=put(labels.reshape(num_pieces, length)),
-        weights=put(weights.reshape(num_pieces, length)),
-        owners=put(owners),
-        starts=starts,
-    )
+
+    def tabled(flat: NDArray[Any]) -> Any:
+        return put(flat.reshape(num_pieces, length, *flat.shape[1:]))
+
+    return Pieces(tabled(features), tabled(labels), tabled(weights), put(owners), starts)

@@ -13,26 +13,23 @@ of the past. Where both ends keep mirrors that is not so, and recipes with mirro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.messages import Skip
+from aqg.core.messages import AnyUpload, Message, Skip
+from aqg.core.recipe import Recipe
 from aqg.core.server import age_weight
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError, require
 from aqg.sim.record import AT_WORK, DROPPED
 from aqg.spec import make_named
 from aqg.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload, Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import BoolArray, Float64Array, IntArray
     from aqg.sim.problem import Problem
 
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E

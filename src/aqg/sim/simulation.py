@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from aqg.sim.statistics import make_statistics
 from aqg.sim.training import Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Simulation(ABC):

@@ -52,8 +52,7 @@ class TorchBackend(NumpySpace):
         self._labels = [self.put(samples.labels) for samples in problem.clients]
         if len(sizes) == 1:  # one product for all; single clients are views of the stack
             self._stack = torch.stack(self._features), torch.stack(self._labels)
-            self._features = list(self._stack[0])
-            self._labels = list(self._stack[1])
+            self._features, self._labels = map(list, self._stack)
 
     def put(self, array: Any) -> Tensor:
         return torch.tensor(array, device=self.device)
@@ -65,16 +64,15 @@ class TorchBackend(NumpySpace):
         if not len(clients):
             return np.empty(0)
         if self._stack is not None:
-            losses = self._objective.losses(params, *self._members(self._stack, clients))
+            losses = self._objective.losses(params, *self._members(clients))
         else:
             losses = torch.stack(self._one_by_one(self._objective.losses, params, clients))
         return self.get(losses.double())
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
         if self._stack is not None:
-            losses, gradients = self._objective.losses_and_gradients(
-                params, *self._members(self._stack, clients)
-            )
+            samples = self._members(clients)
+            losses, gradients = self._objective.losses_and_gradients(params, *samples)
         elif self._pieces is not None and len(clients) == len(self._features):
             assert isinstance(self._objective, Softmax)
             losses, gradients = self._pieces.losses_and_gradients(self._objective, params)
@@ -131,9 +129,8 @@ class TorchBackend(NumpySpace):
         return self.get(self.take(table, clients))
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
-        table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
-            rows, device=self.device
-        )
+        index = torch.as_tensor(clients, device=self.device)
+        table[index] = torch.as_tensor(rows, device=self.device)
         return table
 
     def apart(self, rows: Tensor, vectors: Tensor) -> Tensor:
@@ -211,9 +208,8 @@ class TorchBackend(NumpySpace):
             return torch.from_numpy(np.sqrt(vector.numpy()))
         return vector.sqrt()
 
-    def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
-        features, labels = stack
-        return self.take(features, clients), self.take(labels, clients)
+    def _members(self, clients: IntArray) -> list[Tensor]:
+        return [self.take(part, clients) for part in self._stack or ()]
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:
