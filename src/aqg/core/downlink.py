@@ -81,11 +81,8 @@ class Condensed:
     @property
     def of_velocity(self) -> Recipe:
         """The recipe for velocities: `lean`, one floor up."""
-        return Recipe(
-            policy=Tolerance(),
-            quantizer=GridQuantizer(Grid.MIDTREAD, int(self.bits)),
-            max_staleness=_FOREVER,
-        )
+        quantizer = GridQuantizer(Grid.MIDTREAD, int(self.bits))
+        return Recipe(policy=Tolerance(), quantizer=quantizer, max_staleness=_FOREVER)
 
     def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
         """Return the recipe for positions.
@@ -102,8 +99,7 @@ class Condensed:
 
 
 Downlink = Full | Exact | Condensed
-DOWNLINKS: dict[str, type[Full | Exact | Condensed]]
-DOWNLINKS = {"full": Full, "exact": Exact, "condensed": Condensed}
+DOWNLINKS: dict[str, type[Downlink]] = {"full": Full, "exact": Exact, "condensed": Condensed}
 
 
 @dataclass(frozen=True)

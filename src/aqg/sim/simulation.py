@@ -213,14 +213,10 @@ def model_in(move: Callable[[Array], Array], model: Model) -> Model:
     step = model.step
     if step is not None:
         step = step._replace(start=move(step.start), mean=move(step.mean))
-    return model._replace(
-        parameters=move(model.parameters),
-        velocity=move(model.velocity),
-        total=move(model.total),
-        optimizer=type(model.optimizer)(*map(move, model.optimizer)),
-        rest=move(model.rest),
-        step=step,
-    )
+    names = ("parameters", "velocity", "total", "rest")
+    vectors = {name: move(getattr(model, name)) for name in names}
+    optimizer = type(model.optimizer)(*map(move, model.optimizer))
+    return model._replace(optimizer=optimizer, step=step, **vectors)
 
 
 def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients) -> Clients:
