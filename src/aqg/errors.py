@@ -38,3 +38,9 @@ class WireError(AqgError):
 
 class RunError(AqgError):
     """A run directory cannot be written, read or resumed."""
+
+
+def require(is_fine: bool, name: str, value: object, bound: str) -> None:
+    """Raise `ConfigError` unless a setting is within its bound."""
+    if not is_fine:
+        raise ConfigError(f"{name} is {value}; it must be {bound}")

@@ -30,7 +30,7 @@ def warm_up() -> None:
                 levels = quantize(vector, grid, width, step=1.0)
                 values = np.zeros(np.iinfo(levels.dtype).max + 1, dtype)
                 add_levels(vector, levels, values)
-                move_mirror(vector.copy(), levels, affine(grid, width, 1.0), np.zeros(3), 1.0)
+                move_mirror(vector.copy(), levels, *affine(grid, width, 1.0), np.zeros(3), 1.0)
         logistic = make_objective("logistic", 3, 2, l2=0.0, scaling="mean")
         samples = zip(np.ones((2, 4, 3), dtype), np.zeros((2, 4), np.int64), strict=True)
         clients = tuple(Samples(*pair) for pair in samples)

@@ -10,7 +10,6 @@ from aqg.core.grids import (
     MAX_RADIUS,
     MIN_STEP,
     Grid,
-    grid_step,
     is_valid_step,
     num_levels,
     round_up_to_bfloat16,
@@ -19,6 +18,15 @@ from aqg.core.grids import (
 from aqg.core.kernels import add_levels, measure, quantize
 
 WIDTHS = st.integers(1, 16)
+
+
+def grid_step(grid, width, radius, mean_abs):
+    """Return the step a client sends for a vector with this radius and mean absolute value."""
+    if grid is Grid.MIDRISE:
+        return round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
+    if width == 1:
+        return round_up_to_bfloat16(mean_abs) if mean_abs >= MIN_STEP else 0.0
+    return round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
 
 
 def vectors(dtype):

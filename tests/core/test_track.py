@@ -18,7 +18,7 @@ from aqg.core.track import (
     correct,
     follow,
     init_track,
-    move_directions,
+    next_direction,
     who_sends,
 )
 
@@ -81,7 +81,8 @@ def test_both_ends_hold_the_same_bits(seed, dtype, memory):
     first, start, total, expected = clients[0], bits(clients[0]), np.zeros(LENGTH), np.zeros(LENGTH)
     for rows, uploads, weights in uploads_of(seed, dtype):
         SPACE.move(memory, mirrors.position, total, rows, uploads, weights)
-        move_directions(mirrors.direction, rows.tolist(), uploads)
+        for row, upload in zip(rows.tolist(), uploads, strict=True):
+            mirrors.direction[row] = next_direction(mirrors.direction[row], upload)
         mirrors.is_held[rows] = True
         for row, upload, weight in zip(rows.tolist(), uploads, weights, strict=True):
             old, clients[row] = clients[row], follow(clients[row], upload, memory=memory)

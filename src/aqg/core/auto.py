@@ -28,15 +28,10 @@ part of a step that is left over. Below one step ``p = |g_i|/τ``, so that
 whatever the model, its size and the shape of the update are: ``‖g‖₁²/‖g‖₂²/(1 + b)`` coordinates on
 average. The mean is right whatever ``τ`` is: a client may vanish, be new, or be one of a million.
 The server chooses ``b`` so that the sum of a round's uploads carries as much noise as signal
-(`aqg.core.budget`): errors of clients are independent and average out, updates that agree do not.
-The more clients there are and the more they agree, the less each of them says; where they cancel
-each other, as with one class of labels per client, they say more.
+(`aqg.core.budget`).
 
-**The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`): long enough to come as far as
-the updates agree, which their noise does not, and the mean over the last models is what counts.
-
-**The downlink**: of its sum the server publishes the largest coordinates, half as many as a mean
-upload has, and keeps the rest for later rounds (`aqg.core.downlink.Condensed`).
+**The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`), and the mean over the last
+models is what counts. **The downlink** is `aqg.core.downlink.Condensed`.
 
 ``docs/explanation/default-recipe.md`` lists every number, and what training is like without it.
 """
@@ -45,7 +40,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -55,21 +49,15 @@ from aqg.core.policies import Always
 from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
 from aqg.core.stages import ErrorFeedback, Outcome, StageState
-from aqg.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray
+from aqg.errors import require
 
 SHARE = 0.9
 """Of the energy of an update and what is left of earlier ones, what a client sends in a round."""
 NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
-FIRST = 0.2
-"""What the first step moves the model by at most, in its own length."""
-LONGEST_FIRST = 16
-"""Likewise, in steps of federated averaging."""
-AVERAGE = 8
-"""``γ``: the mean over the models is about that of the last ``1/(γ + 1)`` of them."""
+FIRST, LONGEST_FIRST, AVERAGE, MOST = 0.2, 16, 8, 2
+"""Options of `aqg.core.step_sizes.DistanceOverGradients`."""
 RATIO = 0.5
 """Coordinates of an entry, in those of a mean upload."""
 WIDEST = 3.0
@@ -77,9 +65,6 @@ WIDEST = 3.0
 
 EXACT_TOLERANCE = 0.4
 """Exact gradients: tolerance of the downlink; half as much costs a tenth more bytes in total."""
-
-MOST = 2
-"""Energy of an update that moves the model, in the mean energy of those before."""
 
 STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}:most={MOST}"
 DOWNLINK = f"condensed:ratio={RATIO}"
@@ -109,8 +94,7 @@ class Share(Quantizer):
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"share is {self.share}; it must be above 0 and at most 1")
+        require(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         magnitudes = np.empty(len(vector), np.uint16)
@@ -199,8 +183,7 @@ class Patience(ErrorFeedback):
 
 def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Recipe:
     """Make the default of the recipe for exact gradients; without a share there are only draws."""
-    if not 0 < noise < math.inf:
-        raise ConfigError(f"noise is {noise}; it must be above 0 and finite")
+    require(0 < noise < math.inf, "noise", noise, "above 0 and finite")
     draws = Recipe(policy=Always(2), quantizer=Draws(), noise=noise, step=STEP, downlink=DOWNLINK)
     steady = None
     if share:

@@ -37,31 +37,20 @@ _LEAST = 2.0**-20
 
 
 class Budget(NamedTuple):
-    """What uploads may add.
+    """What uploads may add."""
 
-    Attributes:
-        noise: ``b`` of the next round, a bfloat16 number.
-        walk: ``Σ_k ‖s_k‖²``, where clients keep what they do not send.
-
-    """
-
-    noise: float = 0.0
-    walk: float = 0.0
+    noise: float = 0.0  # ``b`` of the next round, a bfloat16 number
+    walk: float = 0.0  # ``Σ_k ‖s_k‖²``, where clients keep what they do not send
 
     def after(self, nu: float, of_sum: float, of_parts: float, most: float) -> Budget:
-        """Return the budget after a round.
+        """Return the budget after a round, from ``ν``, ``‖T‖²`` and ``W``.
 
-        Args:
-            nu: ``ν``.
-            of_sum: ``‖T‖²``.
-            of_parts: ``W``.
-            most: how many uploads there were, or were expected.
+        ``most`` is how many uploads there were, or were expected.
 
         >>> Budget(1.0).after(1.0, of_sum=2.0, of_parts=2.0, most=10).noise  # nothing in common
         1.0
         >>> Budget(1.0).after(1.0, of_sum=11.0, of_parts=2.0, most=10).noise  # ten that are equal
         10.0
-
         """
         if not 0 < of_parts < float("inf") or not of_sum < float("inf"):
             return self
@@ -75,15 +64,12 @@ class Budget(NamedTuple):
     def while_steady(self, moved: float, distance: float) -> Budget:
         """Return the budget of clients that keep what they do not send, after a step.
 
-        Args:
-            moved: ``‖s_k‖²``.
-            distance: of the model from where it started, squared.
+        ``moved`` is ``‖s_k‖²``, ``distance`` that of the model from where it started, squared.
 
         >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=8.0).noise  # as far as at random
         0.0
         >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=2.0).noise
         0.5
-
         """
         walk = self.walk + moved
         noise = max(self.noise, _LEAST) if distance < LOST * walk else 0.0

@@ -25,7 +25,7 @@ from aqg.core.quantizers import (
 )
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError
+from aqg.errors import require
 from aqg.spec import make_named
 
 _FOREVER = 1 << 62
@@ -71,23 +71,18 @@ class Condensed:
     name = "condensed"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < math.inf:
-            raise ConfigError(f"tolerance is {self.tolerance}; it must be at least 0 and finite")
-        if not 0 < self.ratio < math.inf:
-            raise ConfigError(f"ratio is {self.ratio}; it must be above 0 and finite")
-        if not (float(self.bits).is_integer() and 1 <= self.bits <= 8):
-            raise ConfigError(f"bits is {self.bits}; it must be a whole number in 1..8")
-        if not 0 <= self.keep <= 1:
-            raise ConfigError(f"keep is {self.keep}; it must be at least 0 and at most 1")
+        c = self.tolerance
+        require(0 <= c < math.inf, "tolerance", c, "at least 0 and finite")
+        require(0 < self.ratio < math.inf, "ratio", self.ratio, "above 0 and finite")
+        is_fine = float(self.bits).is_integer() and 1 <= self.bits <= 8
+        require(is_fine, "bits", self.bits, "a whole number in 1..8")
+        require(0 <= self.keep <= 1, "keep", self.keep, "at least 0 and at most 1")
 
     @property
     def of_velocity(self) -> Recipe:
         """The recipe for velocities: `lean`, one floor up."""
-        return Recipe(
-            policy=Tolerance(),
-            quantizer=GridQuantizer(Grid.MIDTREAD, int(self.bits)),
-            max_staleness=_FOREVER,
-        )
+        quantizer = GridQuantizer(Grid.MIDTREAD, int(self.bits))
+        return Recipe(policy=Tolerance(), quantizer=quantizer, max_staleness=_FOREVER)
 
     def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
         """Return the recipe for positions.
@@ -104,11 +99,7 @@ class Condensed:
 
 
 Downlink = Full | Exact | Condensed
-DOWNLINKS: dict[str, type[Full | Exact | Condensed]] = {
-    "full": Full,
-    "exact": Exact,
-    "condensed": Condensed,
-}
+DOWNLINKS: dict[str, type[Downlink]] = {"full": Full, "exact": Exact, "condensed": Condensed}
 
 
 @dataclass(frozen=True)

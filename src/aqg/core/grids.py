@@ -139,22 +139,6 @@ def is_valid_step(step: float) -> bool:
     )
 
 
-def grid_step(grid: Grid, width: int, radius: float, mean_abs: float) -> float:
-    """Return the step a client sends for a vector with this radius and mean absolute value.
-
-    >>> grid_step(Grid.MIDTREAD, 3, radius=3.0, mean_abs=1.0)
-    1.0
-    >>> grid_step(Grid.MIDRISE, 2, radius=3.0, mean_abs=1.0)
-    2.0
-    """
-    if grid is Grid.MIDRISE:
-        return round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
-    if width == 1:
-        # Below the smallest step, rounding up would overshoot: nothing is closer than ± that.
-        return round_up_to_bfloat16(mean_abs) if mean_abs >= MIN_STEP else 0.0
-    return round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
-
-
 def level_dtype(width: int) -> type[np.uint8] | type[np.uint16]:
     """Return the smallest dtype that holds the levels of ``width`` bits."""
     return np.uint8 if width <= 8 else np.uint16

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.grids import MAX_RADIUS, MIN_STEP, Affine, Grid, level_dtype
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, level_dtype
 from aqg.core.types import BoolArray, Float64Array, FloatArray, Levels
 from aqg.jit import njit, part
 
@@ -33,6 +33,10 @@ class Innovation(NamedTuple):
     steps: Float64Array  # the step each width ``b = 1..b_max`` would send, on the last axis
     errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
     quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
+
+    def with_axes(self, leading: tuple[int, ...]) -> Innovation:
+        parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in self]
+        return Innovation(*parts)
 
 
 def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
@@ -60,11 +64,7 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
         errors=sums[:, 3 + max_width :],
         quantized_norm=sums[:, 1],
     )
-    if delta.ndim == 2:  # a block of clients, as the simulator has it
-        return found
-    leading = delta.shape[:-1]
-    parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in found]
-    return Innovation(*parts)
+    return found if delta.ndim == 2 else found.with_axes(delta.shape[:-1])
 
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
@@ -85,17 +85,6 @@ def add_levels(
     out = np.empty_like(base) if out is None else out
     _add_levels(base, levels, values, out)
     return out
-
-
-def move_mirror(
-    mirror: FloatArray, levels: Levels, values: Affine, total: Float64Array, weight: float
-) -> None:
-    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
-
-    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
-    Values come from the grid's formula, where they are exact too, and not from a table.
-    """
-    _move_mirror(mirror, levels, *values, total, weight)
 
 
 @njit(fastmath=_SUMS)
@@ -173,10 +162,11 @@ def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
 
 @part()
 def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
-    """Compute `aqg.core.grids.grid_step`."""
+    """Return the step a client sends for a vector with this radius and mean absolute value."""
     if midrise:
         value = 2 * radius / ((1 << width) - 1)
     elif width == 1:
+        # Below the smallest step, rounding up would overshoot: nothing is closer than ± that.
         value = mean_abs if mean_abs >= MIN_STEP else 0.0
     else:
         value = radius / ((1 << (width - 1)) - 1)
@@ -285,9 +275,14 @@ def _add_levels(base: Any, levels: Any, values: Any, out: Any) -> Any:
 
 
 @njit()
-def _move_mirror(
+def move_mirror(
     mirror: Any, levels: Any, scale: Any, offset: Any, unit: Any, total: Any, weight: Any
 ) -> None:
+    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
+
+    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
+    Values come from the grid's formula (`aqg.core.grids.Affine`), where they are exact too.
+    """
     factor, base = scale * unit, offset * unit  # like all that follows from them, exact
     for i in range(len(mirror)):
         old = mirror[i]

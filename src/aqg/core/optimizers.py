@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg.core.types import Float64Array
-from aqg.errors import ConfigError
+from aqg.errors import require
 from aqg.spec import make_named
 
 
@@ -22,6 +22,10 @@ class OptimizerState(NamedTuple):
 
     momentum: Float64Array  # the running direction, ``(n,)`` or ``(0,)``
     variance: Float64Array  # the running mean of squared directions, ``(n,)`` or ``(0,)``
+
+
+Root = Callable[[Any], Any]
+Stepped = tuple[OptimizerState, Any]
 
 
 class ServerOptimizer:
@@ -41,9 +45,7 @@ class ServerOptimizer:
         """Return the state before the first round."""
         return OptimizerState(np.zeros(0), np.zeros(0))
 
-    def step(
-        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, _root: Root = np.sqrt) -> Stepped:
         """Return the state after the round, and ``update``: the server takes ``-α·update``.
 
         ``root`` takes the roots of an array's coordinates where it lies.
@@ -70,7 +72,7 @@ class Momentum(ServerOptimizer):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_decay("beta", self.beta)
+        require(0 <= self.beta < 1, "beta", self.beta, "at least 0 and below 1")
 
     @property
     def fresh_share(self) -> float:
@@ -80,9 +82,7 @@ class Momentum(ServerOptimizer):
         return OptimizerState(np.zeros(num_params), np.zeros(0))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(
-        self, state: OptimizerState, direction: Any, _root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, _root: Root = np.sqrt) -> Stepped:
         momentum = self.beta * state.momentum + direction
         return state._replace(momentum=momentum), momentum
 
@@ -102,10 +102,9 @@ class Adam(ServerOptimizer):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        _require_decay("b1", self.b1)
-        _require_decay("b2", self.b2)
-        if not 0 < self.eps < float("inf"):
-            raise ConfigError(f"eps is {self.eps}; it must be above 0")
+        for name, value in (("b1", self.b1), ("b2", self.b2)):
+            require(0 <= value < 1, name, value, "at least 0 and below 1")
+        require(0 < self.eps < float("inf"), "eps", self.eps, "above 0")
 
     @property
     def fresh_share(self) -> float:
@@ -115,19 +114,14 @@ class Adam(ServerOptimizer):
         return OptimizerState(np.zeros(num_params), np.full(num_params, self.eps**2))
 
     @np.errstate(over="ignore", invalid="ignore")  # a diverging run is a result, not an error
-    def step(
-        self, state: OptimizerState, direction: Any, root: Callable[[Any], Any] = np.sqrt
-    ) -> tuple[OptimizerState, Any]:
+    def step(self, state: OptimizerState, direction: Any, root: Root = np.sqrt) -> Stepped:
         momentum = self.b1 * state.momentum + (1 - self.b1) * direction
         variance = self.b2 * state.variance + (1 - self.b2) * (direction * direction)
         return OptimizerState(momentum, variance), momentum / (root(variance) + self.eps)
 
 
-OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]] = {
-    "sgd": SGD,
-    "momentum": Momentum,
-    "adam": Adam,
-}
+OPTIMIZERS: dict[str, type[SGD | Momentum | Adam]]
+OPTIMIZERS = {"sgd": SGD, "momentum": Momentum, "adam": Adam}
 
 
 def make_optimizer(spec: str) -> SGD | Momentum | Adam:
@@ -137,8 +131,3 @@ def make_optimizer(spec: str) -> SGD | Momentum | Adam:
     Momentum(beta=0.8)
     """
     return make_named("optimizer", spec, OPTIMIZERS)
-
-
-def _require_decay(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 0 and below 1")

@@ -16,7 +16,7 @@ import numpy as np
 
 from aqg.core.kernels import Innovation
 from aqg.core.types import BoolArray, Float64Array, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 
 
 class Decision(NamedTuple):
@@ -89,11 +89,9 @@ class LazyOwn:
     width: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.zeta < np.inf:
-            raise ConfigError(f"zeta is {self.zeta}; it must be at least 0 and finite")
+        require(0 <= self.zeta < np.inf, "zeta", self.zeta, "at least 0 and finite")
 
     def decide(self, case: Case) -> Decision:
-        """Send when the server's copy is further off than the gradient just moved."""
         send = np.asarray(case.innovation.squared_norm > self.zeta * np.asarray(case.movement))
         return Decision(send, np.full(send.shape, self.width))
 
@@ -124,7 +122,6 @@ class TwoLevel:
     """Two-level AQG: ``b_max`` bits where its criterion holds, else ``⌈b_max/2⌉``."""
 
     def decide(self, case: Case) -> Decision:
-        """Gate on ``b = 1`` as Algorithm 1 does, then choose one of two widths."""
         passes = _passes(case)
         max_width = passes.shape[-1]
         width = np.where(passes[..., -1], max_width, (max_width + 1) // 2)
@@ -142,7 +139,6 @@ class Tolerance:
     eta: float = 0.5
 
     def decide(self, case: Case) -> Decision:
-        """Send what is needed to be good enough, no more."""
         tolerance = np.asarray(case.movement)
         is_enough = case.innovation.errors <= self.eta * tolerance[..., None]
         is_enough[..., -1] = True
@@ -168,7 +164,6 @@ class AquilaPolicy:
     """
 
     def decide(self, case: Case) -> Decision:
-        """Weigh what would be sent, and its error, against the model's last step."""
         innovation = case.innovation
         error = innovation.errors.min(axis=-1)
         send = np.asarray(innovation.quantized_norm + error > case.movement)

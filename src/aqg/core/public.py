@@ -185,22 +185,17 @@ def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
 
 
 def _mark_of(vector: FloatArray, quantum: float) -> int:
-    """Return the linear digest of a position's multiples, taken piece by piece."""
+    """Return the linear digest of a position's multiples; what others may send is cut to fit."""
     mark = 0
     for start in range(0, len(vector), _PIECE):
         piece = vector[start : start + _PIECE]
-        multiples = _multiples(piece, quantum)
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = np.nan_to_num(piece.astype(np.float64) / quantum)
+        multiples = wide.clip(-(2.0**54), 2.0**54).astype(np.int64)
         if (multiples * quantum).astype(piece.dtype).tobytes() != piece.tobytes():
             return PRIME
         mark += linear_digest(multiples, start)
     return mark % PRIME
-
-
-def _multiples(vector: FloatArray, quantum: float) -> IntArray:
-    """Return a vector over its quantum; what someone else may send is cut to what a mark takes."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        multiples = np.nan_to_num(vector.astype(np.float64) / quantum)
-    return multiples.clip(-(2.0**54), 2.0**54).astype(np.int64)
 
 
 PRIME = (1 << 61) - 1

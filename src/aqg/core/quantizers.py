@@ -14,7 +14,6 @@ from aqg.core.grids import (
     MAX_WIDTH,
     MIN_STEP,
     Grid,
-    grid_step,
     level_dtype,
     round_up_to_bfloat16,
     value_table,
@@ -35,7 +34,7 @@ from aqg.core.messages import (
     to_halves,
 )
 from aqg.core.types import FloatArray, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import require
 
 MAX_BUCKET_BITS = 8
 """Levels of buckets are bytes."""
@@ -157,8 +156,7 @@ class Buckets(Quantizer):
     bucket: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bucket <= LONGEST_BLOCK:
-            raise ConfigError(f"bucket is {self.bucket}; it must be in 1..{LONGEST_BLOCK}")
+        require(1 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
@@ -218,8 +216,7 @@ class _KeepsFew(Quantizer):
     keep: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ConfigError(f"keep is {self.keep}; it must be above 0 and at most 1")
+        require(0 < self.keep <= 1, "keep", self.keep, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -295,20 +292,14 @@ class AquilaQuantizer(Quantizer):
             row = rows[r]
             radius = float(np.abs(row).max(initial=0))
             width = choose_width(radius, float(base.squared_norm[r]) ** 0.5, len(row))
-            step = grid_step(Grid.MIDRISE, width, radius, mean_abs=0.0)
+            step = round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
             levels = quantize(row, Grid.MIDRISE, width, step)
             values = value_table(Grid.MIDRISE, width, step, np.float64)[levels]
             steps[r, width - 1] = step
             errors[r, width - 1] = np.square(values - row).sum()
             quantized[r] = np.square(values).sum()
-        leading = delta.shape[:-1]
-        return Innovation(
-            in_range=base.in_range.reshape(leading),
-            squared_norm=base.squared_norm.reshape(leading),
-            steps=steps.reshape(*leading, MAX_WIDTH),
-            errors=errors.reshape(*leading, MAX_WIDTH),
-            quantized_norm=quantized.reshape(leading),
-        )
+        found = base._replace(steps=steps, errors=errors, quantized_norm=quantized)
+        return found.with_axes(delta.shape[:-1])
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         width, step = request.width, request.step

@@ -18,7 +18,7 @@ from aqg.core.quantizers import Quantizer, Verbatim
 from aqg.core.stages import Stage, WiderTolerance
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ class Recipe:
     steady: Recipe | None = None
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 1:
-            raise ConfigError(f"max_staleness is {self.max_staleness}; it must be at least 1")
+        require(self.max_staleness >= 1, "max_staleness", self.max_staleness, "at least 1")
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ConfigError(f"stages {', '.join(names)} must have different names")

@@ -33,6 +33,7 @@ from aqg.core.quantizers import (
     Buckets,
     GridQuantizer,
     Half,
+    Quantizer,
     Rotated,
     ScheduledLevels,
     Sign,
@@ -43,17 +44,17 @@ from aqg.core.quantizers import (
 )
 from aqg.core.recipe import DEPTH, Movement, Recipe
 from aqg.core.stages import (
-    DoublingLevels,
     ErrorControl,
     ErrorFeedback,
     LossSchedule,
     OwnMovement,
     RunningAverage,
+    Stage,
     StoredErrors,
     WiderTolerance,
 )
 from aqg.core.track import Memory
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.spec import defaults, make_named
 
 Maker = Callable[..., Recipe]
@@ -97,18 +98,14 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     >>> make_recipe("lean:eta=0.3").policy
     Tolerance(eta=0.3)
     """
-    if not 1 <= bits <= MAX_WIDTH:
-        raise ConfigError(f"bits is {bits}; it must be in 1..{MAX_WIDTH}")
+    require(1 <= bits <= MAX_WIDTH, "bits", bits, f"in 1..{MAX_WIDTH}")
     entry = RECIPES.get(spec.partition(":")[0])
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
     recipe: Recipe = make_named("recipe", spec, makers, *given)
-    ways = {
-        name: replace(way, max_staleness=max_staleness)
-        for name in ("exact", "steady")
-        if (way := getattr(recipe, name)) is not None
-    }
-    return replace(recipe, max_staleness=max_staleness, **ways)
+    ways = recipe.exact, recipe.steady
+    exact, steady = (way and replace(way, max_staleness=max_staleness) for way in ways)
+    return replace(recipe, max_staleness=max_staleness, exact=exact, steady=steady)
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
@@ -183,29 +180,32 @@ def _auto(bits: int, *, share: float = SHARE, noise: float = NOISE) -> Recipe:
     return make_auto(_lean(bits, widest=WIDEST), share, noise)
 
 
+def _always(width: int, quantizer: Quantizer, *stages: Stage) -> Recipe:
+    return Recipe(policy=Always(width), quantizer=quantizer, stages=stages, step="dog")
+
+
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
 def _qsgd(bits: int, *, bucket: float = 0) -> Recipe:
     if bits < 2:
         raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
     if not bucket:
-        return Recipe(policy=Always(bits), quantizer=Stochastic(), step="dog")
+        return _always(bits, Stochastic())
     if bucket != int(bucket) or bits > MAX_BUCKET_BITS:
         raise ConfigError(
             f"bucket is {bucket:g} with {bits} bits; it must be a whole number, with at most "
             f"{MAX_BUCKET_BITS} bits"
         )
-    return Recipe(policy=Always(bits), quantizer=Buckets(int(bucket)), step="dog")
+    return _always(bits, Buckets(int(bucket)))
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
 def _signsgd() -> Recipe:
-    return Recipe(policy=Always(1), quantizer=Sign(), step="dog")
+    return _always(1, Sign())
 
 
 @register("onebit", "1-bit SGD: sign and mean magnitude, with error feedback")
 def _onebit() -> Recipe:
-    quantizer = GridQuantizer(Grid.MIDTREAD, 1)
-    return Recipe(policy=Always(1), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
+    return _always(1, GridQuantizer(Grid.MIDTREAD, 1), ErrorFeedback())
 
 
 # The field: published compressors, to compare with. ``docs/reference/recipes.md`` lists the
@@ -214,31 +214,27 @@ def _onebit() -> Recipe:
 
 @register("fp16", "every gradient in half precision, no memory")
 def _fp16() -> Recipe:
-    return Recipe(policy=Always(16), quantizer=Half(), step="dog")
+    return _always(16, Half())
 
 
 @register("blockwise8", "8 bits and a step for every 256 coordinates, no memory")
 def _blockwise8() -> Recipe:
-    return Recipe(policy=Always(8), quantizer=Blockwise(), step="dog")
+    return _always(8, Blockwise())
 
 
 @register("stc", "STC: the signs of the largest and their mean magnitude, error feedback")
 def _stc(*, keep: float = 0.01) -> Recipe:
-    """Sattler et al., Robust and Communication-Efficient Federated Learning from Non-IID Data."""
-    quantizer = SparseTernary(keep)
-    return Recipe(policy=Always(2), quantizer=quantizer, stages=(ErrorFeedback(),), step="dog")
+    return _always(2, SparseTernary(keep), ErrorFeedback())
 
 
 @register("stc-both", "STC, and the server sends the same share of its sum, as published")
 def _stc_both(*, keep: float = 0.01) -> Recipe:
-    """Sattler et al., as published: the server condenses its sum in the same way."""
     return replace(_stc(keep=keep), downlink=f"condensed:keep={keep}")
 
 
 @register("topk", "the largest coordinates in half precision, with error feedback")
 def _topk(*, keep: float = 0.01) -> Recipe:
-    """Stich et al., Sparsified SGD with Memory; Aji & Heafield, Sparse Communication."""
-    return Recipe(policy=Always(16), quantizer=TopK(keep), stages=(ErrorFeedback(),), step="dog")
+    return _always(16, TopK(keep), ErrorFeedback())
 
 
 @register("ef21", "EF21: the largest coordinates of every innovation")
@@ -255,7 +251,6 @@ def _ef21_both(*, keep: float = 0.01) -> Recipe:
 
 @register("econtrol", "EControl: EF21 with a share of the error added, for noisy updates")
 def _econtrol(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
-    """Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control."""
     return replace(_ef21(keep=keep), stages=(ErrorControl(eta),))
 
 
@@ -268,33 +263,26 @@ def _ef21_momentum(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
 @register("clag", "CLAG: EF21, skips while the gap is small against its own movement")
 def _clag(*, keep: float = 0.01, zeta: float = 1.0) -> Recipe:
     """Richtárik et al., 3PC: Three Point Compressors for Communication-Efficient Training."""
-    return Recipe(
-        memory=Memory.INNOVATION,
-        policy=LazyOwn(zeta, width=16),
-        quantizer=TopK(keep),
-        stages=(OwnMovement(),),
-    )
+    policy = LazyOwn(zeta, width=16)
+    return replace(_ef21(keep=keep), policy=policy, stages=(OwnMovement(),))
 
 
 @register("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory")
 def _fedpaq(*, levels: float = 4) -> Recipe:
     """Reisizadeh et al., FedPAQ; its quantizer is that of Alistarh et al., QSGD."""
     largest = (1 << (MAX_WIDTH - 1)) - 1
-    if not 1 <= levels <= largest or levels != int(levels):
-        raise ConfigError(f"levels is {levels}; it must be a whole number in 1..{largest}")
-    quantizer = Stochastic(int(levels))
+    is_fine = 1 <= levels <= largest and levels == int(levels)
+    require(is_fine, "levels", levels, f"a whole number in 1..{largest}")
     width = int(levels).bit_length() + 1
-    return Recipe(policy=Always(width), quantizer=quantizer, step="dog")
+    return _always(width, Stochastic(int(levels)))
 
 
 @register("eden", "EDEN: the signs of the randomly rotated gradient, no memory")
 def _eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
     """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error."""
-    if unbiased not in (0, 1):
-        raise ConfigError(f"unbiased is {unbiased}; it must be 0 or 1")
-    if width not in WIDTHS:
-        raise ConfigError(f"width is {width:g}; it must be one of {', '.join(map(str, WIDTHS))}")
-    return Recipe(policy=Always(int(width)), quantizer=Rotated(bool(unbiased)), step="dog")
+    require(unbiased in (0, 1), "unbiased", unbiased, "0 or 1")
+    require(width in WIDTHS, "width", f"{width:g}", f"one of {', '.join(map(str, WIDTHS))}")
+    return _always(int(width), Rotated(bool(unbiased)))
 
 
 @register("aquila", "AQUILA: a width from the innovation's shape, or nothing")
@@ -311,12 +299,11 @@ def _aquila(*, beta: float = 0.1) -> Recipe:
 def _dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
     """Hönig et al., DAdaQuant: Doubly-adaptive Quantization for Federated Learning."""
     for name, value in (("q", q), ("phi", phi)):
-        if not float(value).is_integer():
-            raise ConfigError(f"{name} is {value}; it must be a whole number")
+        require(float(value).is_integer(), name, value, "a whole number")
     return Recipe(
         policy=ScheduledWidth(),
         quantizer=ScheduledLevels(),
-        stages=(LossSchedule(DoublingLevels(int(q), int(phi), psi)),),
+        stages=(LossSchedule(int(q), int(phi), psi),),
         step="dog",
     )
 

@@ -85,16 +85,12 @@ def join_clients(states: Sequence[Clients]) -> Clients:
 
 
 def split_clients(state: Clients) -> list[Clients]:
-    rows = [slice(m, m + 1) for m in range(len(state.skipped_rounds))]
-    return [
-        Clients(
-            state.num_params,
-            state.track.row(row.start),
-            state.skipped_rounds[row],
-            {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()},
-        )
-        for row in rows
-    ]
+    def split(m: int) -> Clients:
+        row = slice(m, m + 1)
+        stages = {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()}
+        return Clients(state.num_params, state.track.row(m), state.skipped_rounds[row], stages)
+
+    return [split(m) for m in range(len(state.skipped_rounds))]
 
 
 def compress(
@@ -123,7 +119,10 @@ def compress(
         flow.stored_errors,
     )
     uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
-    faults = _describe(space, clients, gaps.vectors, gaps.faulty) if len(gaps.faulty) else []
+    faults: list[tuple[int, str]] = []
+    if len(gaps.faulty):
+        members, rows = clients[gaps.faulty].tolist(), space.rows(gaps.vectors, gaps.faulty)
+        faults = [(m, describe_fault(row)) for m, row in zip(members, rows, strict=True)]
     widths = np.array([upload.width for upload in uploads], np.int64)
     return Compressed(
         clients[gaps.senders], uploads, widths, faults, clients, gaps, stages, news.noise
@@ -148,14 +147,6 @@ def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Cl
     for stage in recipe.stages:
         settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
-
-
-def _describe(
-    space: Space, clients: IntArray, vectors: Array, faulty: IntArray
-) -> list[tuple[int, str]]:
-    rows = space.rows(vectors, faulty)
-    members = clients[faulty].tolist()
-    return [(client, describe_fault(row)) for client, row in zip(members, rows, strict=True)]
 
 
 def describe_fault(vector: FloatArray) -> str:

@@ -44,11 +44,10 @@ from aqg.core.track import (
     Track,
     correct,
     init_mirrors,
-    move_directions,
     next_direction,
 )
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
-from aqg.errors import ConfigError, MessageError
+from aqg.errors import ConfigError, MessageError, require
 
 _SPACE = NumpySpace(in_place=True)
 """Everything that is written to below is a copy of the server's own."""
@@ -172,7 +171,8 @@ def add_uploads(
         return model._replace(num_sent=model.num_sent + sum(map(num_nonzero, uploads)))
     space.move(recipe.memory, mirrors.position, model.total, clients, uploads, weights)
     mirrors.is_held[clients] = True
-    move_directions(mirrors.direction, clients.tolist(), uploads)
+    for row, upload in zip(clients.tolist(), uploads, strict=True):
+        mirrors.direction[row] = next_direction(mirrors.direction[row], upload)
     return model._replace(is_moved=True)
 
 
@@ -444,8 +444,8 @@ def init_server(
     ``step`` says which optimizer, rule and downlink the state is for, ``held`` what is noted of
     each client.
     """
-    if not is_whole(num_clients) or num_clients < 1:
-        raise ConfigError(f"num_clients is {num_clients!r}; it must be a whole number above 0")
+    is_count = is_whole(num_clients) and num_clients >= 1
+    require(is_count, "num_clients", repr(num_clients), "a whole number above 0")
     if getattr(parameters, "ndim", None) != 1 or not len(parameters):
         shape = getattr(parameters, "shape", type(parameters).__name__)
         raise ConfigError(f"parameters are {shape}; they must be a NumPy array of shape (n,)")
@@ -540,14 +540,11 @@ def publish_round(recipe: Recipe, state: ServerState, step: Step) -> tuple[Serve
 
     The state must have been made for the same optimizer, rule and downlink.
     """
-    if not is_number(step.size):
-        raise ConfigError(f"step_size is {step.size!r}; it must be a finite number")
-    if not (is_number(step.dropout_rate) and 0 <= step.dropout_rate < 1):
-        raise ConfigError(
-            f"dropout_rate is {step.dropout_rate!r}; it must be at least 0 and below 1"
-        )
-    if not (is_number(step.sampled) and 0 < step.sampled <= 1):
-        raise ConfigError(f"sampled is {step.sampled!r}; it must be above 0 and at most 1")
+    require(is_number(step.size), "step_size", repr(step.size), "a finite number")
+    rate, sampled = step.dropout_rate, step.sampled
+    is_rate, is_share = is_number(rate) and 0 <= rate < 1, is_number(sampled) and 0 < sampled <= 1
+    require(is_rate, "dropout_rate", repr(rate), "at least 0 and below 1")
+    require(is_share, "sampled", repr(sampled), "above 0 and at most 1")
     fitting = init_model(recipe, state.parameters[:1], step)
     for name in ("velocity", "rest"):
         if len(getattr(fitting, name)) != (len(getattr(state.model, name)) > 0):

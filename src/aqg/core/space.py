@@ -154,7 +154,7 @@ class NumpySpace:
             old = mirrors[client]
             if memory is Memory.INNOVATION and isinstance(upload, Upload):
                 values = affine(upload.grid, upload.width, upload.step)
-                move_mirror(old, upload.levels, values, total, weight)
+                move_mirror(old, upload.levels, *values, total, weight)
                 continue
             new = advance(memory, old, upload)
             total += weight * (new.astype(np.float64) - old)

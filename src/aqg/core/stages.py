@@ -15,7 +15,7 @@ from aqg.core.kernels import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.space import Space, energies
 from aqg.core.types import Float64Array, FloatArray, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 
 StageState: TypeAlias = Mapping[str, Any]
 """Named arrays, a row per client."""
@@ -66,10 +66,11 @@ class Stage:
     # of ``flow.space``, and keeps some there; else they are brought to NumPy first
     vectors: ClassVar[str] = "host"
     notes_faults: ClassVar[bool] = False  # whether vectors that cannot be quantized count
+    keeps: ClassVar[str] = ""  # the name of the vector, zeros at first, that is all of its state
 
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> Mapping[str, NDArray[Any]]:
         """Return the state of one client before the first round, without the leading axis."""
-        return {}
+        return {self.keeps: np.zeros(num_params, dtype)} if self.keeps else {}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         """Return the state and the flow to go on with."""
@@ -144,10 +145,8 @@ class ErrorFeedback(Stage):
     """
 
     name: ClassVar[str] = "feedback"
+    keeps: ClassVar[str] = "residual"
     vectors: ClassVar[str] = "device"
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"residual": np.zeros(num_params, dtype)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
@@ -171,8 +170,7 @@ class ErrorControl(ErrorFeedback):
     eta: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 < self.eta <= 1:
-            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
+        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         space, senders = outcome.space, outcome.senders
@@ -196,14 +194,11 @@ class RunningAverage(Stage):
 
     eta: float
     name: ClassVar[str] = "average"
+    keeps: ClassVar[str] = "average"
     vectors: ClassVar[str] = "device"
 
     def __post_init__(self) -> None:
-        if not 0 < self.eta <= 1:
-            raise ConfigError(f"eta is {self.eta}; it must be above 0 and at most 1")
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"average": np.zeros(num_params, dtype)}
+        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         average = flow.space.blend(state["average"], flow.vectors, self.eta)
@@ -215,10 +210,8 @@ class OwnMovement(Stage):
     """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
 
     name: ClassVar[str] = "own_movement"
+    keeps: ClassVar[str] = "last"
     vectors: ClassVar[str] = "device"
-
-    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"last": np.zeros(num_params, dtype)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         movement = flow.space.distances(flow.vectors, state["last"])
@@ -262,14 +255,14 @@ class WiderTolerance(Stage):
     vectors: ClassVar[str] = "unused"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.widest < math.inf:
-            raise ConfigError(f"widest is {self.widest}; it must be at least 1 and finite")
+        require(1 <= self.widest < math.inf, "widest", self.widest, "at least 1 and finite")
 
     def init(self, _num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
         return {"energy": np.zeros(())}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
-        return state, flow._replace(movement=self.widened(flow.movement, state["energy"]))
+        own = np.maximum(state["energy"], flow.movement)
+        return state, flow._replace(movement=np.minimum(own, self.widest * flow.movement))
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         if not len(outcome.senders):
@@ -278,37 +271,62 @@ class WiderTolerance(Stage):
         energy[outcome.senders] = [energies(mirror) for mirror in outcome.mirrors()]
         return {"energy": energy}
 
-    def widened(self, movement: float | Float64Array, energy: Float64Array) -> Float64Array:
-        """Return what each client may be off by.
-
-        >>> WiderTolerance(3.0).widened(2.0, np.array([1.0, 5.0, 100.0]))
-        array([2., 5., 6.])
-        """
-        return np.minimum(np.maximum(energy, movement), self.widest * movement)
-
 
 @dataclass(frozen=True)
 class LossSchedule(Stage):
-    """Shows a client's losses to a rule, whose number of levels takes the place of the movement.
+    """DAdaQuant in time: the number of levels ``q`` doubles when the loss stops falling.
 
-    The loss of a round counts although its gradient cannot be used.
+    With the running average ``Ĝ_t = ψ·Ĝ_{t-1} + (1 - ψ)·G_t`` of the losses, ``q`` doubles where
+    ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. What is
+    kept is a width ``b``, which stands for ``q = 2^(b-2)``. The policy gets the number of levels in
+    place of the movement. The loss of a round counts although its gradient cannot be used.
     """
 
-    rule: DoublingLevels
+    start: int = 1  # ``q`` at the start, a power of two
+    patience: int = 50  # ``φ``
+    smoothing: float = 0.9  # ``ψ``
     name: ClassVar[str] = "loss_schedule"
     vectors: ClassVar[str] = "unused"
     notes_faults: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        largest = 1 << (MAX_WIDTH - 2)
+        if not 1 <= self.start <= largest or self.start & (self.start - 1):
+            raise ConfigError(f"q is {self.start}; it must be a power of two in 1..{largest}")
+        require(2 <= self.patience <= 10_000, "phi", self.patience, "in 2..10000")
+        require(0 <= self.smoothing < 1, "psi", self.smoothing, "at least 0 and below 1")
+
     def init(self, _num_params: int, _dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
-        return {"notes": self.rule.init()}
+        """Return width, rounds since it changed, and the last ``φ`` averages, newest first."""
+        width = self.start.bit_length() + 1
+        return {"notes": np.array([width, 0.0] + [math.inf] * self.patience)}
 
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         losses = flow.space.get(flow.losses).tolist()
         pairs = zip(state["notes"], losses, strict=True)
-        notes = np.array([self.rule.observe(row, loss) for row, loss in pairs])
+        notes = np.array([self._observe(row, loss) for row, loss in pairs])
         factors = [1.0] * len(notes) if flow.level_factors is None else flow.level_factors.tolist()
-        counts = [self.rule.num_levels(*pair) for pair in zip(notes, factors, strict=True)]
+        counts = [self._num_levels(*pair) for pair in zip(notes, factors, strict=True)]
         return {"notes": notes}, flow._replace(movement=np.array(counts, np.float64))
+
+    def _observe(self, notes: Float64Array, loss: float) -> Float64Array:
+        """Average the loss, and double ``q`` on a plateau; one that is not finite is ignored."""
+        if not math.isfinite(loss):
+            return notes
+        newest = float(notes[2])
+        if math.isfinite(newest):
+            loss = self.smoothing * newest + (1.0 - self.smoothing) * loss
+        after = np.concatenate([notes[:2], [loss], notes[2:-1]])
+        after[1] += 1
+        is_flat = after[1] >= self.patience and after[2] >= after[-1]
+        if is_flat and after[0] < MAX_WIDTH:
+            after[:2] = after[0] + 1, 0
+        return after
+
+    def _num_levels(self, notes: Float64Array, factor: float) -> int:
+        """Return ``q`` of a client that uses ``factor`` times as many levels as the average."""
+        most = (1 << (MAX_WIDTH - 1)) - 1
+        return min(most, max(1, round(factor * (1 << (int(notes[0]) - 2)))))
 
 
 def level_factors(weights: Float64Array) -> Float64Array | None:
@@ -326,50 +344,3 @@ def level_factors(weights: Float64Array) -> Float64Array | None:
         return None
     powers = weights ** (2 / 3)
     return powers * math.sqrt(powers.sum() / np.square(weights).sum())
-
-
-@dataclass(frozen=True)
-class DoublingLevels:
-    """DAdaQuant in time: the number of levels ``q`` doubles when the loss stops falling.
-
-    With the running average ``Ĝ_t = ψ·Ĝ_{t-1} + (1 - ψ)·G_t`` of the losses, ``q`` doubles where
-    ``Ĝ`` is not below what it was ``φ - 1`` rounds before, and then stays for ``φ`` rounds. What is
-    kept is a width ``b``, which stands for ``q = 2^(b-2)``.
-    """
-
-    start: int = 1  # ``q`` at the start, a power of two
-    patience: int = 50  # ``φ``
-    smoothing: float = 0.9  # ``ψ``
-
-    def __post_init__(self) -> None:
-        largest = 1 << (MAX_WIDTH - 2)
-        if not 1 <= self.start <= largest or self.start & (self.start - 1):
-            raise ConfigError(f"q is {self.start}; it must be a power of two in 1..{largest}")
-        if not 2 <= self.patience <= 10_000:
-            raise ConfigError(f"phi is {self.patience}; it must be in 2..10000")
-        if not 0 <= self.smoothing < 1:
-            raise ConfigError(f"psi is {self.smoothing}; it must be at least 0 and below 1")
-
-    def init(self) -> Float64Array:
-        """Return width, rounds since it changed, and the last ``φ`` averages, newest first."""
-        width = self.start.bit_length() + 1
-        return np.array([width, 0.0] + [math.inf] * self.patience)
-
-    def observe(self, notes: Float64Array, loss: float) -> Float64Array:
-        """Average the loss, and double ``q`` on a plateau; one that is not finite is ignored."""
-        if not math.isfinite(loss):
-            return notes
-        newest = float(notes[2])
-        if math.isfinite(newest):
-            loss = self.smoothing * newest + (1.0 - self.smoothing) * loss
-        after = np.concatenate([notes[:2], [loss], notes[2:-1]])
-        after[1] += 1
-        is_flat = after[1] >= self.patience and after[2] >= after[-1]
-        if is_flat and after[0] < MAX_WIDTH:
-            after[:2] = after[0] + 1, 0
-        return after
-
-    def num_levels(self, notes: Float64Array, factor: float) -> int:
-        """Return ``q`` of a client that uses ``factor`` times as many levels as the average."""
-        most = (1 << (MAX_WIDTH - 1)) - 1
-        return min(most, max(1, round(factor * (1 << (int(notes[0]) - 2)))))

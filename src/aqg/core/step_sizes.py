@@ -5,10 +5,9 @@ of the clients' models the next model. `Fixed` takes that step, or the one that 
 every round. `DistanceOverGradients` finds its own (DoG; Ivgi, Hinder and Carmon, DoG is SGD's Best
 Friend, ICML 2023). All of it is made from the model and the server's updates.
 
-Steps that are long enough to come far in few rounds leave the model in a noise around where it is
-going. The mean over the last models is nearer to that. It costs no bytes: training goes on from the
-model itself, and the mean is what is measured and kept in the end, with the same mean of the
-statistics of batch normalization (`aqg.objectives.statistics`).
+Long steps make the model fluctuate around its trajectory; the mean of the last models fluctuates
+less. It costs no bytes: training goes on from the model itself. The mean is what is measured and
+kept in the end, with that of the statistics of batch normalization (`aqg.objectives.statistics`).
 """
 
 import math
@@ -22,7 +21,7 @@ from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.recipe import Recipe
 from aqg.core.space import Array, Space
 from aqg.core.types import FloatArray
-from aqg.errors import ConfigError
+from aqg.errors import require
 from aqg.spec import make_named
 
 _LEAST, _MOST = 2.0**-120, 2.0**120
@@ -64,8 +63,7 @@ class StepRule:
     name: ClassVar[str]  # how settings call it
 
     def __post_init__(self) -> None:
-        if not 0 <= self.average < math.inf:
-            raise ConfigError(f"average is {self.average}; it must be at least 0 and finite")
+        require(0 <= self.average < math.inf, "average", self.average, "at least 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState | None:
         """Return the state before the first round; None where nothing is remembered."""
@@ -128,8 +126,7 @@ class DistanceOverGradients(StepRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in (("first", self.first), ("widest", self.widest), ("most", self.most)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be above 0 and finite")
+            require(0 < value < math.inf, name, value, "above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
         return StepState(
@@ -159,9 +156,8 @@ class DistanceOverGradients(StepRule):
         return state, _rounded(size)
 
 
-STEPS: dict[str, type[Fixed | DistanceOverGradients]] = {
-    rule.name: rule for rule in (Fixed, DistanceOverGradients)
-}
+STEPS: dict[str, type[Fixed | DistanceOverGradients]]
+STEPS = {rule.name: rule for rule in (Fixed, DistanceOverGradients)}
 AUTO = "auto"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import num_levels, value_table
-from aqg.core.kernels import add_levels
+from aqg.core.kernels import Innovation, add_levels
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request
@@ -28,9 +28,6 @@ from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
 from aqg.jit import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from aqg.core.kernels import Innovation
     from aqg.core.recipe import Recipe
     from aqg.core.space import Array, Space
 
@@ -63,13 +60,10 @@ class Track(NamedTuple):
     is_held: BoolArray  # whether the position may differ from zero, ``(M,)``
 
     def row(self, index: int) -> Track:
-        rows = slice(index, index + 1)
-        position, velocity, direction, is_held = self
-        return Track(position[rows], velocity[rows], direction[rows], is_held[rows])
+        return Track._make(part[index : index + 1] for part in self)
 
     def copy(self) -> Track:
-        position, velocity, direction, is_held = self
-        return Track(position.copy(), velocity.copy(), direction.copy(), is_held.copy())
+        return Track._make(part.copy() for part in self)
 
 
 class Change(NamedTuple):
@@ -220,13 +214,6 @@ def advance(memory: Memory, position: FloatArray, part: Part, in_place: bool = F
         return moved
     values = value_table(part.grid, part.width, part.step, dtype)
     return add_levels(position, part.levels, values, out)
-
-
-def move_directions(
-    directions: NDArray[np.int8], rows: Sequence[int], parts: Sequence[Part]
-) -> None:
-    for row, part in zip(rows, parts, strict=True):
-        directions[row] = next_direction(directions[row], part)
 
 
 def next_direction(direction: NDArray[np.int8], part: Part) -> NDArray[np.int8]:

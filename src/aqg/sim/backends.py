@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,19 +116,16 @@ class NumpyBackend(NumpySpace):
         losses = np.empty(len(clients), params.dtype)
         updates = np.empty((len(clients), len(params)), params.dtype)
         objective, size = self._objective, max(1, _TOGETHER_BYTES // params.nbytes)
-        if not isinstance(objective, Softmax | Perceptron):
-            for place, client in enumerate(clients.tolist()):
-                features, labels = self._clients[client]
-                losses[place], updates[place] = local.update(
-                    objective, params, features, labels, keys[place]
-                )
-            return losses, updates
-        for where, features, labels in self._groups(clients):
+        groups: Iterable[Group] = ((i, *self._clients[m]) for i, m in enumerate(clients.tolist()))
+        if isinstance(objective, Softmax | Perceptron):
+            groups = self._groups(clients)
+        for where, features, labels in groups:
             if isinstance(where, int):
                 losses[where], updates[where] = local.update(
                     objective, params, features, labels, keys[where]
                 )
                 continue
+            assert isinstance(objective, ClosedForm)
             for first in range(0, len(labels), size):
                 some = slice(first, first + size)
                 own = slice(where.start + first, min(where.start + first + size, where.stop))
@@ -271,10 +268,8 @@ def cut(
         owners[client, piece : piece + count] = 1
         starts.append(start)
         piece += count
-    return Pieces(
-        features=put(features.reshape(num_pieces, length, -1)),
-        labels=put(labels.reshape(num_pieces, length)),
-        weights=put(weights.reshape(num_pieces, length)),
-        owners=put(owners),
-        starts=starts,
-    )
+
+    def tabled(flat: NDArray[Any]) -> Any:
+        return put(flat.reshape(num_pieces, length, *flat.shape[1:]))
+
+    return Pieces(tabled(features), tabled(labels), tabled(weights), put(owners), starts)

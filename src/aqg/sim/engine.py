@@ -60,7 +60,7 @@ class FastSimulation(Simulation):
         faults: list[tuple[int, str]] = []
         sent = np.zeros(num_clients, np.int64)
         sent[present] = SKIP_BYTES
-        movement = self.recipe.movement.of(self.model.history)
+        movement, noise = self.recipe.movement.of(self.model.history), self.model.budget.noise
         _, received = self._deliver(present)
         replies: dict[int, Reply] = {}
         shares = self._shares(present)
@@ -70,14 +70,7 @@ class FastSimulation(Simulation):
                 block = present[start : start + self._block_size]
             block_losses, vectors = self._train(block)
             factors = None if self.level_factors is None else self.level_factors[block]
-            news = News(
-                number,
-                movement,
-                block_losses,
-                self.seed,
-                level_factors=factors,
-                noise=self.model.budget.noise,
-            )
+            news = News(number, movement, block_losses, self.seed, 0, factors, noise)
             said = compress(self.space, self.recipe, self._clients, block, vectors, news)
             faults += said.faults
             if len(said.senders):

@@ -13,40 +13,29 @@ of the past. Where both ends keep mirrors that is not so, and recipes with mirro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aqg.core.messages import Skip
+from aqg.core.messages import AnyUpload, Message, Skip
+from aqg.core.recipe import Recipe
 from aqg.core.server import age_weight
-from aqg.errors import ConfigError
+from aqg.core.types import BoolArray, Float64Array, IntArray
+from aqg.errors import ConfigError, require
 from aqg.sim.record import AT_WORK, DROPPED
 from aqg.spec import make_named
 from aqg.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from aqg.core.messages import AnyUpload, Message
-    from aqg.core.recipe import Recipe
-    from aqg.core.types import BoolArray, Float64Array, IntArray
     from aqg.sim.problem import Problem
 
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
 _FIELDS = ("clock", "round", "arrival", "frames", "lengths")
-
-
-def _require(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:
-    is_enough = value > 0 if positive else value >= 0
-    if not (is_enough and value <= most and math.isfinite(value)):
-        bound = "above 0" if positive else "at least 0"
-        bound += f" and at most {most:g}" if most < math.inf else ""
-        raise ConfigError(f"option {name} is {value:g}; it must be {bound}")
 
 
 @dataclass(frozen=True)
@@ -60,11 +49,11 @@ class Speeds:
     jitter: float = 0.0  # ``σ`` of the logarithm from round to round
 
     def __post_init__(self) -> None:
-        _require("seconds", self.seconds, positive=True)
-        _require("sigma", self.sigma)
-        _require("share", self.share, most=1.0)
-        _require("times", self.times, positive=True)
-        _require("jitter", self.jitter)
+        require(0 < self.seconds < math.inf, "option seconds", f"{self.seconds:g}", "above 0")
+        require(0 <= self.sigma < math.inf, "option sigma", f"{self.sigma:g}", "at least 0")
+        require(0 <= self.share <= 1, "option share", f"{self.share:g}", "at least 0 and at most 1")
+        require(0 < self.times < math.inf, "option times", f"{self.times:g}", "above 0")
+        require(0 <= self.jitter < math.inf, "option jitter", f"{self.jitter:g}", "at least 0")
 
     def of_clients(self, num_clients: int, seed: int) -> Float64Array:
         random = np.random.default_rng([seed, _SPEEDS])
@@ -104,8 +93,10 @@ class Outages:
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        _require("chance", self.chance, most=1.0)
-        _require("seconds", self.seconds, positive=True)
+        require(
+            0 <= self.chance <= 1, "option chance", f"{self.chance:g}", "at least 0 and at most 1"
+        )
+        require(0 < self.seconds < math.inf, "option seconds", f"{self.seconds:g}", "above 0")
 
     def of_round(self, number: int, num_clients: int, seed: int) -> Float64Array:
         random = np.random.default_rng([seed, _OUTAGES, number])
@@ -221,14 +212,11 @@ def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
 
 
 class Replies:
-    """The replies of a simulation that are on their way, and its clock.
-
-    Attributes:
-        clock: seconds since the first round began.
-    """
+    """The replies of a simulation that are on their way, and its clock."""
 
     def __init__(self, late: Late, problem: Problem, seed: int) -> None:
-        self.late, self.seed, self.clock = late, seed, 0.0
+        self.late, self.seed = late, seed
+        self.clock = 0.0  # seconds since the first round began
         self._num_params, count = len(problem.initial_params), problem.num_clients
         self._times = late.speeds.of_clients(count, seed)
         self._rounds = np.zeros(count, np.int64)  # in which each began; 0: is not at work

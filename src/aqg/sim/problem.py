@@ -118,8 +118,7 @@ class Problem:
                 f"features are {clients[0].features.dtype}; {self.objective.name} needs "
                 f"floating-point ones, such as {self.initial_params.dtype}"
             )
-        change: dict[str, Any] = {"clients": clients}
-        change["objective"] = self.objective.for_samples(shape)
+        change = {"clients": clients, "objective": self.objective.for_samples(shape)}
         if self.test is not None:
             change["test"] = self._checked("the test set", self.test)
         if self.validation is not None:
@@ -163,9 +162,7 @@ class Problem:
         """What `measure` reports, where it makes sense."""
         if self.test is None:
             return ()
-        if self.metrics is None:
-            return default_metrics(self.test.labels)
-        return self.metrics
+        return default_metrics(self.test.labels) if self.metrics is None else self.metrics
 
     def measure(self, params: FloatArray) -> dict[str, float]:
         """Return the metrics of a model on the test set, by name.

@@ -119,16 +119,8 @@ def make_record(
     for client, size in statistics.client_uploads:
         sent[client] += size
     received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)
-    return RoundRecord(
-        number,
-        loss,
-        tuple(widths.tolist()),
-        int(sent.sum()),
-        (*faults, *statistics.faults),
-        statistics.upload_bytes,
-        statistics.download_bytes,
-        int(received.sum()),
-        tuple(sent.tolist()),
-        tuple(received.tolist()),
-        seconds,
-    )
+    up, down = tuple(sent.tolist()), tuple(received.tolist())
+    every_width, all_faults = tuple(widths.tolist()), (*faults, *statistics.faults)
+    of_statistics = statistics.upload_bytes, statistics.download_bytes
+    sums = sum(up), all_faults, *of_statistics, sum(down)
+    return RoundRecord(number, loss, every_width, *sums, up, down, seconds)

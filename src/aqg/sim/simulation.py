@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from aqg.core.downlink import Full
-from aqg.core.public import Entry, Public, lies_on_grid
+from aqg.core.public import Entry, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
@@ -26,9 +26,6 @@ from aqg.sim.statistics import make_statistics
 from aqg.sim.training import Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Simulation(ABC):
@@ -126,16 +123,13 @@ class Simulation(ABC):
         away = away | self.dropout.dropped(number, count)
         return np.flatnonzero(~away) if away.any() else self.everyone
 
-    def _public(self) -> Public:
-        return self.model.public(self.space)
-
     def _deliver(self, present: IntArray) -> tuple[list[tuple[IntArray, Delivery]], IntArray]:
         """Bring clients up to date; return what each receives, and how many bytes that is."""
         if self.log is None:
             size = full_download_bytes(self.problem.initial_params)
             found = [(present, Delivery(self.next_round, size))]
         else:
-            found = self.log.deliver_to(present, self._public)
+            found = self.log.deliver_to(present, lambda: self.model.public(self.space))
             if not self._forgets:
                 self.log.positions[present] = self.log.round
         received = np.zeros(len(self.everyone), np.int64)
@@ -195,13 +189,12 @@ class Simulation(ABC):
     def _initial_state(self) -> SimulationState:
         problem, params = self.problem, self.problem.initial_params
         count, late = problem.num_clients, self.training.late
+        receives_models = isinstance(self.step.downlink, Full)
         return SimulationState(
             init_model(self.recipe, params, self.step),
             init_clients(self.recipe, len(params), problem.dtype, count),
             self.statistics.to_arrays(),
-            log=None
-            if isinstance(self.step.downlink, Full)
-            else LogState(np.ones(count, np.int64)),
+            log=None if receives_models else LogState(np.ones(count, np.int64)),
             late=None if late is None else Replies(late, problem, self.seed).to_arrays(),
         )
 
@@ -220,14 +213,10 @@ def model_in(move: Callable[[Array], Array], model: Model) -> Model:
     step = model.step
     if step is not None:
         step = step._replace(start=move(step.start), mean=move(step.mean))
-    return model._replace(
-        parameters=move(model.parameters),
-        velocity=move(model.velocity),
-        total=move(model.total),
-        optimizer=type(model.optimizer)(*map(move, model.optimizer)),
-        rest=move(model.rest),
-        step=step,
-    )
+    names = ("parameters", "velocity", "total", "rest")
+    vectors = {name: move(getattr(model, name)) for name in names}
+    optimizer = type(model.optimizer)(*map(move, model.optimizer))
+    return model._replace(optimizer=optimizer, step=step, **vectors)
 
 
 def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients) -> Clients:

@@ -35,6 +35,7 @@ class RunStatistics:
     """Of a simulation whose clients have nothing to carry."""
 
     are_averaged = False
+    _measured: int | None = None  # with whose statistics losses are measured; None: with the mean
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -45,9 +46,13 @@ class RunStatistics:
             return backend.losses(params, clients)
 
     @contextmanager
-    def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
+    def of_client(self, client: int) -> Iterator[None]:
         """Measure with a client's statistics, and the server's own, not their mean."""
-        yield
+        before, self._measured = self._measured, client
+        try:
+            yield
+        finally:
+            self._measured = before
 
     def finish_round(self, present: IntArray) -> StatisticsTraffic:  # noqa: ARG002
         return StatisticsTraffic()
@@ -110,7 +115,6 @@ class _Averaged(RunStatistics):
         self._shared = SharedStatistics.first(
             self._layout, objective.initial_buffers(), fine=fine, average=average
         )
-        self._measures_mean = True
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -130,21 +134,12 @@ class _Averaged(RunStatistics):
     def finish(self, client: int, buffers: Buffers) -> None:
         try:
             frame = describe_change(self._layout, self._start, buffers, self._known)
+            self._frames[client] = frame
         except GradientError as error:
             self._faults[client] = str(error)
-            return
-        self._frames[client] = frame
 
     def evaluation(self) -> Buffers:
-        return self._shared.averaged if self._measures_mean else self._start
-
-    @contextmanager
-    def of_client(self, client: int) -> Iterator[None]:  # noqa: ARG002
-        self._measures_mean = False
-        try:
-            yield
-        finally:
-            self._measures_mean = True
+        return self._shared.averaged if self._measured is None else self._start
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
         return [nullcontext()]
@@ -178,7 +173,6 @@ class _Local(RunStatistics):
         row = np.concatenate(objective.initial_buffers())
         self._rows: Float64Array = np.tile(row, (problem.num_clients, 1)).astype(np.float64)
         self._trained: dict[int, Float64Array] = {}
-        self._measured = 0
 
     def losses(self, backend: Backend, params: Any, clients: IntArray) -> Float64Array:
         result = np.empty(len(clients))
@@ -188,10 +182,10 @@ class _Local(RunStatistics):
         return result
 
     def buffers(self, client: int = 0) -> Buffers:
-        return _split(self._rows[client], self._num_values)
+        row, count = self._rows[client], self._num_values
+        return Buffers(row[:count].copy(), row[count:].astype(np.int64))
 
-    def start(self, client: int) -> Buffers:
-        return self.buffers(client)
+    start = buffers
 
     def finish(self, client: int, buffers: Buffers) -> None:
         """Keep a client's buffers for after the round, unless they are beyond numbers."""
@@ -206,18 +200,10 @@ class _Local(RunStatistics):
         return StatisticsTraffic()
 
     def evaluation(self) -> Buffers:
-        return self.start(self._measured)
+        return self.buffers(self._measured or 0)
 
     def views(self) -> Sequence[AbstractContextManager[None]]:
         return [self.of_client(client) for client in range(len(self._rows))]
-
-    @contextmanager
-    def of_client(self, client: int) -> Iterator[None]:
-        before, self._measured = self._measured, client
-        try:
-            yield
-        finally:
-            self._measured = before
 
     def to_arrays(self) -> Mapping[str, NDArray[Any]]:
         return {"rows": self._rows.copy()}
@@ -225,7 +211,3 @@ class _Local(RunStatistics):
     def load(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
         assert arrays is not None
         self._rows, self._trained = arrays["rows"].copy(), {}
-
-
-def _split(row: Float64Array, num_values: int) -> Buffers:
-    return Buffers(row[:num_values].copy(), row[num_values:].astype(np.int64))

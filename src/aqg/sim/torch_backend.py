@@ -52,8 +52,7 @@ class TorchBackend(NumpySpace):
         self._labels = [self.put(samples.labels) for samples in problem.clients]
         if len(sizes) == 1:  # one product for all; single clients are views of the stack
             self._stack = torch.stack(self._features), torch.stack(self._labels)
-            self._features = list(self._stack[0])
-            self._labels = list(self._stack[1])
+            self._features, self._labels = map(list, self._stack)
 
     def put(self, array: Any) -> Tensor:
         return torch.tensor(array, device=self.device)
@@ -65,32 +64,25 @@ class TorchBackend(NumpySpace):
         if not len(clients):
             return np.empty(0)
         if self._stack is not None:
-            losses = self._objective.losses(params, *self._members(self._stack, clients))
+            losses = self._objective.losses(params, *self._members(clients))
         else:
-            losses = torch.stack(
-                [
-                    self._objective.losses(params, self._features[m], self._labels[m])
-                    for m in clients
-                ]
-            )
+            losses = torch.stack(self._one_by_one(self._objective.losses, params, clients))
         return self.get(losses.double())
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
         if self._stack is not None:
-            losses, gradients = self._objective.losses_and_gradients(
-                params, *self._members(self._stack, clients)
-            )
+            samples = self._members(clients)
+            losses, gradients = self._objective.losses_and_gradients(params, *samples)
         elif self._pieces is not None and len(clients) == len(self._features):
             assert isinstance(self._objective, Softmax)
             losses, gradients = self._pieces.losses_and_gradients(self._objective, params)
         else:
-            pairs = [
-                self._objective.losses_and_gradients(params, self._features[m], self._labels[m])
-                for m in clients
-            ]
-            losses = torch.stack([loss for loss, _ in pairs])
-            gradients = torch.stack([gradient for _, gradient in pairs])
+            pairs = self._one_by_one(self._objective.losses_and_gradients, params, clients)
+            losses, gradients = map(torch.stack, zip(*pairs, strict=True))
         return losses.double(), gradients
+
+    def _one_by_one(self, function: Any, params: Tensor, clients: IntArray) -> list[Any]:
+        return [function(params, self._features[m], self._labels[m]) for m in clients]
 
     def local_updates(
         self, local: LocalTraining, params: Tensor, clients: IntArray, keys: Keys
@@ -99,22 +91,17 @@ class TorchBackend(NumpySpace):
         members = clients.tolist()
         if local.batch_size is not None and isinstance(self._objective, Softmax | Perceptron):
             features, labels, starts = self._in_one_row()
+            own = [starts[m] for m in members], [len(self._labels[m]) for m in members]
             losses, updates = local.update_many(
-                self._objective,
-                params,
-                features,
-                labels,
-                [starts[m] for m in members],
-                [len(self._labels[m]) for m in members],
-                keys,
+                self._objective, params, features, labels, *own, keys
             )
             return losses.double(), updates
         pairs = [
             local.update(self._objective, params, self._features[m], self._labels[m], key)
             for m, key in zip(members, keys, strict=True)
         ]
-        losses = torch.stack([loss for loss, _ in pairs])
-        return losses.double(), torch.stack([update for _, update in pairs])
+        losses, updates = map(torch.stack, zip(*pairs, strict=True))
+        return losses.double(), updates
 
     def _in_one_row(self) -> tuple[Tensor, Tensor, list[int]]:
         if self._side_by_side is None:
@@ -142,9 +129,8 @@ class TorchBackend(NumpySpace):
         return self.get(self.take(table, clients))
 
     def store(self, table: Tensor, clients: IntArray, rows: Any) -> Tensor:
-        table[torch.as_tensor(clients, device=self.device)] = torch.as_tensor(
-            rows, device=self.device
-        )
+        index = torch.as_tensor(clients, device=self.device)
+        table[index] = torch.as_tensor(rows, device=self.device)
         return table
 
     def apart(self, rows: Tensor, vectors: Tensor) -> Tensor:
@@ -222,9 +208,8 @@ class TorchBackend(NumpySpace):
             return torch.from_numpy(np.sqrt(vector.numpy()))
         return vector.sqrt()
 
-    def _members(self, stack: tuple[Tensor, Tensor], clients: IntArray) -> tuple[Tensor, Tensor]:
-        features, labels = stack
-        return self.take(features, clients), self.take(labels, clients)
+    def _members(self, clients: IntArray) -> list[Tensor]:
+        return [self.take(part, clients) for part in self._stack or ()]
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:
@@ -265,7 +250,7 @@ def read_statistics(table: Float64Array, max_width: int) -> Innovation:
 
 
 def _grid_steps(grid: Grid, max_width: int, radius: Tensor, mean_abs: Tensor) -> Tensor:
-    """Return `aqg.core.grids.grid_step` for all rows and widths, ``(M, b_max)``."""
+    """Return the steps of `aqg.core.kernels` for all rows and widths, ``(M, b_max)``."""
     widths = range(1, max_width + 1)
     if grid is Grid.MIDRISE:
         counts = [(1 << width) - 1 for width in widths]

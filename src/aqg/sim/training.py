@@ -19,7 +19,7 @@ from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.objectives.base import Learner, Objective
 from aqg.objectives.closed_form import ClosedForm
 from aqg.sim.late import Late
@@ -54,14 +54,12 @@ class LocalTraining:
     def __post_init__(self) -> None:
         counts = (self.batch_size, self.steps, self.epochs)
         for name, count in zip(("batch_size", "local_steps", "local_epochs"), counts, strict=True):
-            if count is not None and count < 1:
-                raise ConfigError(f"{name} is {count}; it must be at least 1")
+            require(count is None or count >= 1, name, count, "at least 1")
         if self.epochs is not None and self.steps != 1:
             raise ConfigError(
                 f"local_steps is {self.steps} and local_epochs {self.epochs}; give one of them"
             )
-        if not 0 < self.rate < math.inf:
-            raise ConfigError(f"local_rate is {self.rate}; it must be above 0")
+        require(0 < self.rate < math.inf, "local_rate", self.rate, "above 0")
 
     @property
     def is_one_gradient(self) -> bool:
@@ -98,7 +96,10 @@ class LocalTraining:
         num_steps = self.num_steps(len(labels))
         first_loss, total = None, 0.0
         quiet = np.errstate(over="ignore", invalid="ignore")  # divergence shows in the result
-        with quiet, self._learner(objective, key) as learner:
+        session: AbstractContextManager[Learner] = nullcontext(objective)  # gives exact gradients
+        if not self.sees_all_samples:
+            session = objective.session(key)
+        with quiet, session as learner:
             for batch in islice(self._batches(len(labels), key), num_steps):
                 samples = (features, labels) if batch is None else (features[batch], labels[batch])
                 loss, gradient = learner.losses_and_gradients(params, *samples)
@@ -106,10 +107,6 @@ class LocalTraining:
                 total = total + gradient
                 params = params - self.rate * gradient
             return first_loss, total / num_steps
-
-    def _learner(self, objective: Objective, key: Sequence[int]) -> AbstractContextManager[Learner]:
-        """Return what gradients come from: exact ones from the objective, others from a session."""
-        return nullcontext(objective) if self.sees_all_samples else objective.session(key)
 
     def update_alike(
         self,
@@ -121,8 +118,7 @@ class LocalTraining:
     ) -> tuple[FloatArray, FloatArray]:
         """Let clients of equally many samples take each step together; the same bits as `update`.
 
-        Returns:
-            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
+        What it returns for one client has an axis of clients here, in front.
         """
         members, num_steps = np.arange(len(keys))[:, None], self.num_steps(labels.shape[1])
         turns = [self._batches(labels.shape[1], key) for key in keys]
@@ -162,13 +158,16 @@ class LocalTraining:
 
         Batches are filled up to one length with samples of weight zero, and clients that have
         taken all their steps wait for the others.
-
-        Returns:
-            The loss of the first batch, ``(M,)``, and the pseudo-gradient, ``(M, num_params)``.
         """
-        num_steps = [self.num_steps(size) for size in sizes]
-        rows, weights = self._lay_out(objective, starts, sizes, keys, num_steps)
-        rows, weights = _like(labels, rows), _like(params, weights)
+        num_steps, longest = [self.num_steps(size) for size in sizes], max(sizes)
+        shape = max(num_steps), len(sizes), min(self.batch_size or longest, longest)
+        places, shares = np.zeros(shape, np.int64), np.zeros(shape)
+        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
+            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
+                chosen = np.arange(size) if batch is None else batch
+                places[j, m, : len(chosen)] = start + chosen
+                shares[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
+        rows, weights = _like(labels, places), _like(params, shares)
         waiting = [j for j in range(len(rows)) if j >= min(num_steps)]
         models = params.repeat(len(sizes), 1)
         total = first_losses = None
@@ -186,24 +185,6 @@ class LocalTraining:
             models = models - self.rate * gradients
         counts = _like(params, np.array(num_steps, np.float64))
         return first_losses, total / counts[:, None]
-
-    def _lay_out(
-        self,
-        objective: ClosedForm,
-        starts: Sequence[int],
-        sizes: Sequence[int],
-        keys: Keys,
-        num_steps: Sequence[int],
-    ) -> tuple[IntArray, Float64Array]:
-        batch_size = min(self.batch_size or max(sizes), max(sizes))
-        rows = np.zeros((max(num_steps), len(sizes), batch_size), np.int64)
-        weights = np.zeros(rows.shape)
-        for m, (start, size, key) in enumerate(zip(starts, sizes, keys, strict=True)):
-            for j, batch in enumerate(islice(self._batches(size, key), num_steps[m])):
-                chosen = np.arange(size) if batch is None else batch
-                rows[j, m, : len(chosen)] = start + chosen
-                weights[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
-        return rows, weights
 
     def _batches(self, num_samples: int, key: Sequence[int]) -> Iterator[IntArray | None]:
         """Pass over the samples again and again, each time in another order; None: all of them."""
@@ -232,24 +213,19 @@ _DROPOUTS = 0xD209
 class Dropout:
     """Who drops out of which round: clients at random, and absences written down one by one.
 
-    Attributes:
-        rate: the probability ``p`` with which each client drops out, independently in every round;
-            Algorithm 2 amplifies by it.
-        seed: of these random numbers.
-        absences: a client, and the first and the last round of its absence.
-
     >>> dropout = Dropout(0.5, seed=3, absences=((0, 1, 2),))
     >>> dropout.dropped(round_number=1, num_clients=6).tolist()
     [True, False, True, True, True, True]
     """
 
+    # ``p``, with which each client drops out of every round; Algorithm 2 amplifies by it
     rate: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of these random numbers
+    # clients, and the first and the last round of the absence of each
     absences: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.rate < 1.0:
-            raise ConfigError(f"dropout is {self.rate}; it must be at least 0 and below 1")
+        require(0.0 <= self.rate < 1.0, "dropout", self.rate, "at least 0 and below 1")
         for client, first, last in self.absences:
             if client < 0 or not 1 <= first <= last:
                 raise ConfigError(
@@ -308,15 +284,14 @@ class Training:
         if self.weighting not in WEIGHTINGS:
             choices = ", ".join(WEIGHTINGS)
             raise ConfigError(f"unknown weighting {self.weighting!r}; choose from {choices}")
-        if not 0 < self.participation <= 1:
-            raise ConfigError(
-                f"participation is {self.participation}; it must be above 0 and at most 1"
-            )
+        asked = self.participation
+        require(0 < asked <= 1, "participation", asked, "above 0 and at most 1")
 
     def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
-        sampled = self.num_counted(num_clients) / num_clients
-        if self.waits_for_some:  # of those who have not dropped out
-            dropout_rate = 0.0
+        counted = self.num_sampled(num_clients)
+        if self.late is not None and self.late.buffer_size is not None:
+            counted, dropout_rate = self.late.buffer_size, 0.0  # of those who have not dropped out
+        sampled = counted / num_clients
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
     def check_memory(self, recipe: Recipe, averages_statistics: bool) -> None:
@@ -352,12 +327,6 @@ class Training:
         [1, 1, 10]
         """
         return max(1, round(self.participation * num_clients))
-
-    def num_counted(self, num_clients: int) -> int:
-        """Return how many replies make a round, if no client drops out."""
-        late = self.late
-        asked = self.num_sampled(num_clients)
-        return asked if late is None or late.buffer_size is None else late.buffer_size
 
     def unsampled(
         self, round_number: int, num_clients: int, seed: int, at_work: BoolArray | None = None
