@@ -374,12 +374,11 @@ class OwnTensors(KeyedStore):
 
     def load(self) -> dict[str, Tensor]:
         """Return the tensors; none where there are none that can be read."""
-
-        def read() -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        with self._readable("own tensors"):
             own = self._read_index().get("own", {})
-            return {name: self._arrays.read(cell) for name, cell in own.items()}
-
-        return self._readable("own tensors", read) or {}
+            values = {name: self._arrays.read(cell) for name, cell in own.items()}
+        return values
 
     def save(self, values: Values) -> None:
         """Write the tensors, whole or not at all."""
@@ -406,8 +405,8 @@ class CopyStore(KeyedStore):
 
     def load(self) -> tuple[PublicCopy, Schema] | None:
         """Return the copy and its tensors; None where there is none, or none that can be read."""
-
-        def read() -> tuple[PublicCopy, Schema] | None:
+        found = None
+        with self._readable("saved model"):
             index = self._read_index()
             if not index:
                 return None
@@ -419,9 +418,8 @@ class CopyStore(KeyedStore):
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
             )
-            return copy, Schema(index["schema"])
-
-        return self._readable("saved model", read)
+            found = copy, Schema(index["schema"])
+        return found
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""

@@ -274,16 +274,9 @@ def check_book(book: MirrorBook, file: Path) -> None:
 
 def _moved(tracks: list[Track]) -> list[int]:
     """Return the clients whose direction is not zero; many share one array of zeros."""
-    zeros: set[int] = set()
-    moved = []
-    for client, track in enumerate(tracks):
-        if id(track.direction) in zeros:
-            continue
-        if track.direction.any():
-            moved.append(client)
-        else:
-            zeros.add(id(track.direction))
-    return moved
+    directions = {id(track.direction): track.direction for track in tracks}
+    moved = {key for key, direction in directions.items() if direction.any()}
+    return [client for client, track in enumerate(tracks) if id(track.direction) in moved]
 
 
 def _groups(
