@@ -50,7 +50,15 @@ from aqg.protocol.messages import (
     terms_of_run,
     to_bytes,
 )
-from aqg.protocol.mirrors import Base, Snapshot, answer, fingerprint, lost_reply, stale_reply
+from aqg.protocol.mirrors import (
+    Base,
+    Snapshot,
+    answer,
+    fingerprint,
+    idle_reply,
+    lost_reply,
+    stale_reply,
+)
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
@@ -301,7 +309,7 @@ def reply_to(
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
-        return to_bytes(replace(stale_reply(order), stale=False, fault=fault), order.stamp)
+        return to_bytes(idle_reply(order, fault=fault), order.stamp)
     if held.is_open:
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
@@ -345,7 +353,7 @@ def _respond(
     """Return the reply for the tensors that are compressed, and remember it."""
     order, schema, recipe = held.order, held.schema, held.recipe
     if not chosen:
-        return replace(stale_reply(order), stale=False)
+        return idle_reply(order)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = schema.vector_of(layout)
         zero = Snapshot.zero(recipe, size, dtype).stamp
@@ -374,12 +382,11 @@ class OwnTensors(KeyedStore):
 
     def load(self) -> dict[str, Tensor]:
         """Return the tensors; none where there are none that can be read."""
-
-        def read() -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        with self._readable("own tensors"):
             own = self._read_index().get("own", {})
-            return {name: self._arrays.read(cell) for name, cell in own.items()}
-
-        return self._readable("own tensors", read) or {}
+            values = {name: self._arrays.read(cell) for name, cell in own.items()}
+        return values
 
     def save(self, values: Values) -> None:
         """Write the tensors, whole or not at all."""
@@ -406,8 +413,8 @@ class CopyStore(KeyedStore):
 
     def load(self) -> tuple[PublicCopy, Schema] | None:
         """Return the copy and its tensors; None where there is none, or none that can be read."""
-
-        def read() -> tuple[PublicCopy, Schema] | None:
+        found = None
+        with self._readable("saved model"):
             index = self._read_index()
             if not index:
                 return None
@@ -419,9 +426,8 @@ class CopyStore(KeyedStore):
                 {name: bytes.fromhex(digest) for name, digest in index["digests"].items()},
                 bytes.fromhex(index["digest"]),
             )
-            return copy, Schema(index["schema"])
-
-        return self._readable("saved model", read)
+            found = copy, Schema(index["schema"])
+        return found
 
     def save(self, copy: PublicCopy, schema: Schema, order: Order) -> None:
         """Write the copy and the terms of its order, whole or not at all."""

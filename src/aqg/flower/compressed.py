@@ -22,7 +22,7 @@ from aqg.errors import ConfigError
 from aqg.flower.claims import AverageChecks, Checks
 from aqg.flower.envelope import is_readable, logger, record_of, values_of
 from aqg.flower.grid import CompressedGrid, Counts
-from aqg.flower.private import OuterGrid, replies_to
+from aqg.flower.private import OuterGrid, kind_of, replies_to
 
 _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideFixedClipping,
@@ -232,7 +232,7 @@ class BufferedGrid(OuterGrid):
         messages = list(messages)
         busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
         idle = [message for message in messages if message.metadata.dst_node_id not in busy]
-        if not any(_trains(message) for message in messages):
+        if not any(kind_of(message) == "train" for message in messages):
             return self.inner.send_and_receive(idle, timeout=timeout)
         self._round += 1
         pushed = set(self.inner.push_messages(idle))
@@ -294,10 +294,6 @@ class BufferedGrid(OuterGrid):
             weight,
             self._round,
         )
-
-
-def _trains(message: Message) -> bool:
-    return message.metadata.message_type.partition(".")[0] == "train"
 
 
 def _shapes(record: ArrayRecord) -> dict[str, tuple[int, ...]]:

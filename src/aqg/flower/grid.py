@@ -43,7 +43,7 @@ from aqg.flower.envelope import (
     unpack,
     values_of,
 )
-from aqg.flower.private import OuterGrid, answer_to, name_message, replies_to
+from aqg.flower.private import OuterGrid, answer_to, kind_of, name_message, replies_to
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
@@ -67,7 +67,7 @@ class _Sent(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return _kind_of(self.message)
+        return kind_of(self.message)
 
 
 @dataclass
@@ -162,7 +162,7 @@ class CompressedGrid(OuterGrid):
         published: dict[str, tuple[ArrayRecord, Phase]] = {}
         for message in messages:
             node = message.metadata.dst_node_id
-            if _kind_of(message) not in _KINDS or not message.has_content() or node in asked:
+            if kind_of(message) not in _KINDS or not message.has_content() or node in asked:
                 phases.append(None)
                 continue
             asked.add(node)
@@ -290,7 +290,7 @@ class CompressedGrid(OuterGrid):
                 odd = ", ".join(channel.odd[:3])
                 self._warn(f"{name!r} holds NaN or infinity in {odd}: never changed on nodes")
         is_plain = bool(self._plain) and not self._equipped
-        phase = channel.publish(values, _kind_of(message) == "train", as_it_is=is_plain)
+        phase = channel.publish(values, kind_of(message) == "train", as_it_is=is_plain)
         if name in self._whole and self._whole[name][0] != phase.version:
             del self._whole[name]
         if channel.fault:
@@ -321,7 +321,7 @@ class CompressedGrid(OuterGrid):
         return values
 
     def _compress(self, message: Message, phases: dict[str, Phase]) -> Message:
-        kind, node = _kind_of(message), message.metadata.dst_node_id
+        kind, node = kind_of(message), message.metadata.dst_node_id
         traffic = self.counts.nodes[node].of(kind)
         traffic.plain_down += num_bytes(message.content)
         if not phases:
@@ -484,10 +484,6 @@ class CompressedGrid(OuterGrid):
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
-
-
-def _kind_of(message: Message) -> str:
-    return message.metadata.message_type.partition(".")[0]
 
 
 def _expiry(message: Message) -> float:

@@ -84,6 +84,10 @@ def bounded_pulls(seconds: float) -> Iterator[None]:
         grid.pull_objects = pull  # type: ignore[attr-defined]
 
 
+def kind_of(message: Message) -> str:
+    return message.metadata.message_type.partition(".")[0]
+
+
 def name_message(message: Message, identifier: str) -> None:
     """Give a message the identifier of the one that was sent in its place."""
     message.metadata.__dict__["_message_id"] = identifier

@@ -8,7 +8,6 @@ The book goes into a file as named arrays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,10 +220,8 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
         "held": np.array(mirrors, np.int64),
         "moved": np.array(directions, np.int64),
     }
-    for name, group in _groups("mirrors", mirrors, tracks[0].position.nbytes, group_bytes):
-        arrays[name] = _rows([tracks[client].position for client in group])
-    for name, group in _groups("directions", directions, tracks[0].direction.nbytes, group_bytes):
-        arrays[name] = _rows([tracks[client].direction for client in group])
+    arrays |= _groups("mirrors", [tracks[client].position for client in mirrors], group_bytes)
+    arrays |= _groups("directions", [tracks[c].direction for c in directions], group_bytes)
     if book.publisher is not None:
         arrays |= to_arrays(book.publisher.state(), "log/")
     return arrays
@@ -274,24 +271,15 @@ def check_book(book: MirrorBook, file: Path) -> None:
 
 def _moved(tracks: list[Track]) -> list[int]:
     """Return the clients whose direction is not zero; many share one array of zeros."""
-    zeros: set[int] = set()
-    moved = []
-    for client, track in enumerate(tracks):
-        if id(track.direction) in zeros:
-            continue
-        if track.direction.any():
-            moved.append(client)
-        else:
-            zeros.add(id(track.direction))
-    return moved
+    directions = {id(track.direction): track.direction for track in tracks}
+    moved = {key for key, direction in directions.items() if direction.any()}
+    return [client for client, track in enumerate(tracks) if id(track.direction) in moved]
 
 
-def _groups(
-    name: str, clients: list[int], row_bytes: int, group_bytes: int
-) -> Iterator[tuple[str, list[int]]]:
-    size = max(1, group_bytes // max(1, row_bytes))
-    for start in range(0, len(clients), size):
-        yield f"{name}-{start}", clients[start : start + size]
+def _groups(name: str, rows: list[Any], group_bytes: int) -> dict[str, NDArray[Any]]:
+    size = max(1, group_bytes // max(1, rows[0].nbytes)) if rows else 1
+    groups = {f"{name}-{start}": rows[start : start + size] for start in range(0, len(rows), size)}
+    return {n: g[0] if len(g) == 1 else np.concatenate(g) for n, g in groups.items()}
 
 
 def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[Any]]:
@@ -327,7 +315,3 @@ def _load_start(directory: Path) -> FloatArray | None:
 
 def as_array(digest: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(digest[:DIGEST_BYTES], np.uint8)
-
-
-def _rows(vectors: Any) -> NDArray[Any]:
-    return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)

@@ -130,11 +130,9 @@ def first_held(terms: Terms, start: Start) -> Public | None:
 
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
     own = start()
-    if own is not None and not _is_start(terms, own):
-        own = None
-    if held is None and own is not None:
-        held = terms.first(own)
-    digest = b"" if own is None else start_digest(own)
+    digest = b"" if own is None or not _is_start(terms, own) else start_digest(own)
+    if held is None and digest:
+        held = first_held(terms, lambda: own)
     if held is None:
         return Holding(start=digest)
     return Holding(held.round, public_digest(held), digest)

@@ -12,7 +12,7 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
@@ -178,175 +178,7 @@ _TERMS = (
     *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
     *("client", "layout", "constants", "updates"),
 )
-
-
-class _Form(NamedTuple):
-    """How a kind of message is written."""
-
-    full: int  # the first byte of one that stands alone
-    short: int  # of one that leaves out what the reader knows
-    optional: dict[str, Any]  # fields that may be left out, most frequent first, and their defaults
-    payload: str  # the field at the end
-
-
-def _form(kind: type[Any], full: int, short: int, payload: str, *optional: str) -> _Form:
-    defaults = {field.name: field.default for field in fields(kind)}
-    return _Form(full, short, {name: defaults[name] for name in optional}, payload)
-
-
-_FORMS: dict[type[Any], _Form] = {
-    Order: _form(
-        *(Order, 0x83, 0x84, "log"),
-        *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
-        *("snapshot", "first"),
-    ),
-    Reply: _form(
-        *(Reply, 0x92, 0x93, "frame"),
-        *("digest", "held_round", "loss", "num_samples", "work_seconds", "statistics", "uploads"),
-        *("base_digest", "epoch", "restarted", "rolled_back", "stale", "fault", "lost"),
-        *("held_digest", "held_start"),
-    ),
-}
 _STATES = ("digest", "base_digest", "held_digest")
-
-
-class UnknownTermsError(WireError):
-    """An order leaves out terms that are not known here."""
-
-    def __init__(self, incarnation: int, round_number: int) -> None:
-        super().__init__(NO_TERMS)
-        self._serial = incarnation, round_number
-
-    def reply(self, start: bytes = b"") -> Reply:
-        """Return the answer, so that the terms are sent; ``start`` is the digest of one's own."""
-        return Reply(*self._serial, held_start=start, lost=NO_TERMS)
-
-
-def terms_of_run(order: Order) -> Order:
-    """Return what a client keeps of an order to read later ones."""
-    form = _FORMS[Order]
-    blank: dict[str, Any] = {**form.optional, form.payload: b"", "incarnation": 0, "round": 0}
-    return replace(order, **blank)
-
-
-def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> bytes:
-    """Write an order or a reply.
-
-    Args:
-        message: to write.
-        known: what the reader has: of an order, an earlier one; of a reply, the stamp in its order.
-    """
-    form, types = _FORMS[type(message)], get_type_hints(type(message))
-    terms = _write(message, _TERMS, types) if isinstance(message, Order) else b""
-    is_short = known is not None and (
-        isinstance(known, Stamp) or _write(known, _TERMS, types) == terms
-    )
-    defaults = _defaults(form, known if is_short else None)
-    told = [
-        name for name, default in defaults.items() if not _is_equal(_told(message, name), default)
-    ]
-    which = sum(1 << place for place, name in enumerate(defaults) if name in told)
-    body = bytes([form.short if is_short else form.full]) + write_varint(which)
-    if not is_short:
-        body += terms
-    head = b"".join(write_varint(getattr(message, name)) for name in _HEAD)
-    rest = b"".join(_field(types, name)[0](_told(message, name)) for name in told)
-    payload: bytes = getattr(message, form.payload)
-    body += head + rest + payload
-    return seal(body, terms if is_short else b"")
-
-
-def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
-    """Return the order that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
-
-    ``known`` are earlier orders; where the terms of none belong to one that leaves them out,
-    `UnknownTermsError` is raised.
-    """
-    reader, is_short = _open(Order, data)
-    if not is_short:
-        return _read(Order, reader, None)
-    types = get_type_hints(Order)
-    for order in known:
-        if seal(data[:-CRC_BYTES], _write(order, _TERMS, types)) == data:
-            return _read(Order, reader, order)
-    reader.varint()
-    raise UnknownTermsError(reader.varint(), reader.varint())
-
-
-def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
-    """Return the reply that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
-
-    ``stamp`` is what the order named, for a reply that leaves it out.
-    """
-    reader, is_short = _open(Reply, data)
-    if is_short and stamp is None:
-        raise WireError("the reply leaves out the state that its order named, which is not here")
-    return _read(Reply, reader, stamp if is_short else None)
-
-
-def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
-    if not isinstance(known, Stamp):
-        return form.optional
-    return form.optional | known._asdict() | {"base_digest": known.digest}
-
-
-def _told(message: Order | Reply, name: str) -> Any:
-    """Return a field as it is written: the round held less that of the order, mostly 0."""
-    value = getattr(message, name)
-    return message.round - value if name == "held_round" else value
-
-
-def _is_equal(value: Any, default: Any) -> bool:
-    return bool(value == default or (value != value and default != default))  # NaN
-
-
-def _write(message: Any, names: Iterable[str], types: dict[str, Any]) -> bytes:
-    return b"".join(_WRITERS[types[name]](getattr(message, name)) for name in names)
-
-
-def _field(
-    types: dict[str, Any], name: str
-) -> tuple[Callable[[Any], bytes], Callable[[Reader], Any]]:
-    if name in _STATES:
-        return (lambda value: value), _read_state
-    if name == "held_round":
-        return write_zigzag, Reader.zigzag
-    return _WRITERS[types[name]], _READERS[types[name]]
-
-
-def _open(kind: type[Any], data: bytes) -> tuple[Reader, bool]:
-    """Return what reads a message behind its first byte, and whether it leaves something out.
-
-    The checksum of an order that does is left to those who know what.
-    """
-    form, name = _FORMS[kind], kind.__name__.lower()
-    if len(data) <= CRC_BYTES:
-        raise WireError(f"{len(data)} bytes are too few for an {name} or a reply")
-    if data[0] not in (form.full, form.short):
-        raise WireError(f"byte {data[0]:#04x} does not begin the {name} of this version of aqg")
-    is_short = data[0] == form.short
-    if not (is_short and kind is Order) and seal(data[:-CRC_BYTES]) != data:
-        raise WireError(f"the checksum of the {name} is wrong: it is damaged")
-    return Reader(data[1:-CRC_BYTES], f"the {name}"), is_short
-
-
-def _read(kind: type[_Message], reader: Reader, known: Order | Stamp | None) -> _Message:
-    form, types = _FORMS[kind], get_type_hints(kind)
-    defaults = _defaults(form, known)
-    which = reader.varint()
-    if which >> len(defaults):
-        raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
-    values: dict[str, Any] = dict(defaults)
-    for name in _TERMS if form is _FORMS[Order] else ():
-        values[name] = getattr(known, name) if known else _READERS[types[name]](reader)
-    values |= {name: reader.varint() for name in _HEAD}
-    for place, name in enumerate(defaults):
-        if which >> place & 1:
-            values[name] = _field(types, name)[1](reader)
-    if kind is Reply:
-        values["held_round"] = values["round"] - values["held_round"]
-    values[form.payload] = reader.rest().tobytes()
-    return kind(**values)
 
 
 def _read_bytes(reader: Reader) -> bytes:
@@ -392,17 +224,171 @@ def _read_float(reader: Reader) -> float:
     return float(value)
 
 
-_WRITERS: dict[type[Any], Callable[[Any], bytes]] = {
-    int: write_varint,
-    bool: lambda value: bytes([value]),
-    float: _write_float,
-    str: lambda value: write_part(value.encode()),
-    bytes: write_part,
+_Codec: TypeAlias = "tuple[Callable[[Any], bytes], Callable[[Reader], Any]]"
+_CODECS: dict[type[Any], _Codec] = {
+    int: (write_varint, Reader.varint),
+    bool: (lambda value: bytes([value]), _read_truth),
+    float: (_write_float, _read_float),
+    str: (lambda value: write_part(value.encode()), _read_text),
+    bytes: (write_part, _read_bytes),
 }
-_READERS: dict[type[Any], Callable[[Reader], Any]] = {
-    int: Reader.varint,
-    bool: _read_truth,
-    float: _read_float,
-    str: _read_text,
-    bytes: _read_bytes,
+_STATE: _Codec = (lambda value: value), _read_state
+_OWN_CODECS: dict[str, _Codec] = {
+    **dict.fromkeys(_STATES, _STATE),
+    "held_round": (write_zigzag, Reader.zigzag),
 }
+
+
+class _Form(NamedTuple):
+    """How a kind of message is written."""
+
+    full: int  # the first byte of one that stands alone
+    short: int  # of one that leaves out what the reader knows
+    optional: dict[str, Any]  # fields that may be left out, most frequent first, and their defaults
+    payload: str  # the field at the end
+    codecs: dict[str, _Codec]  # what writes and reads each field
+
+
+def _form(kind: type[Any], full: int, short: int, payload: str, *optional: str) -> _Form:
+    defaults = {field.name: field.default for field in fields(kind)}
+    codecs = {name: _CODECS[hint] for name, hint in get_type_hints(kind).items()} | _OWN_CODECS
+    return _Form(full, short, {name: defaults[name] for name in optional}, payload, codecs)
+
+
+_FORMS: dict[type[Any], _Form] = {
+    Order: _form(
+        *(Order, 0x83, 0x84, "log"),
+        *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
+        *("snapshot", "first"),
+    ),
+    Reply: _form(
+        *(Reply, 0x92, 0x93, "frame"),
+        *("digest", "held_round", "loss", "num_samples", "work_seconds", "statistics", "uploads"),
+        *("base_digest", "epoch", "restarted", "rolled_back", "stale", "fault", "lost"),
+        *("held_digest", "held_start"),
+    ),
+}
+
+
+class UnknownTermsError(WireError):
+    """An order leaves out terms that are not known here."""
+
+    def __init__(self, incarnation: int, round_number: int) -> None:
+        super().__init__(NO_TERMS)
+        self._serial = incarnation, round_number
+
+    def reply(self, start: bytes = b"") -> Reply:
+        """Return the answer, so that the terms are sent; ``start`` is the digest of one's own."""
+        return Reply(*self._serial, held_start=start, lost=NO_TERMS)
+
+
+def terms_of_run(order: Order) -> Order:
+    """Return what a client keeps of an order to read later ones."""
+    form = _FORMS[Order]
+    blank: dict[str, Any] = {**form.optional, form.payload: b"", "incarnation": 0, "round": 0}
+    return replace(order, **blank)
+
+
+def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> bytes:
+    """Write an order or a reply.
+
+    Args:
+        message: to write.
+        known: what the reader has: of an order, an earlier one; of a reply, the stamp in its order.
+    """
+    form = _FORMS[type(message)]
+    terms = _write(message, _TERMS) if isinstance(message, Order) else b""
+    is_short = isinstance(known, Stamp) or (known is not None and _write(known, _TERMS) == terms)
+    defaults = _defaults(form, known if is_short else None)
+    told = [
+        name for name, default in defaults.items() if not _is_equal(_told(message, name), default)
+    ]
+    which = sum(1 << place for place, name in enumerate(defaults) if name in told)
+    body = bytes([form.short if is_short else form.full]) + write_varint(which)
+    if not is_short:
+        body += terms
+    body += _write(message, (*_HEAD, *told)) + getattr(message, form.payload)
+    return seal(body, terms if is_short else b"")
+
+
+def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
+    """Return the order that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
+
+    ``known`` are earlier orders; where the terms of none belong to one that leaves them out,
+    `UnknownTermsError` is raised.
+    """
+    reader, is_short = _open(Order, data)
+    if not is_short:
+        return _read(Order, reader, None)
+    for order in known:
+        if seal(data[:-CRC_BYTES], _write(order, _TERMS)) == data:
+            return _read(Order, reader, order)
+    reader.varint()
+    raise UnknownTermsError(reader.varint(), reader.varint())
+
+
+def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
+    """Return the reply that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
+
+    ``stamp`` is what the order named, for a reply that leaves it out.
+    """
+    reader, is_short = _open(Reply, data)
+    if is_short and stamp is None:
+        raise WireError("the reply leaves out the state that its order named, which is not here")
+    return _read(Reply, reader, stamp if is_short else None)
+
+
+def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
+    if not isinstance(known, Stamp):
+        return form.optional
+    return form.optional | known._asdict() | {"base_digest": known.digest}
+
+
+def _told(message: Order | Reply, name: str) -> Any:
+    """Return a field as it is written: the round held less that of the order, mostly 0."""
+    value = getattr(message, name)
+    return message.round - value if name == "held_round" else value
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    return bool(value == default or (value != value and default != default))  # NaN
+
+
+def _write(message: Order | Reply, names: Iterable[str]) -> bytes:
+    codecs = _FORMS[type(message)].codecs
+    return b"".join(codecs[name][0](_told(message, name)) for name in names)
+
+
+def _open(kind: type[Any], data: bytes) -> tuple[Reader, bool]:
+    """Return what reads a message behind its first byte, and whether it leaves something out.
+
+    The checksum of an order that does is left to those who know what.
+    """
+    form, name = _FORMS[kind], kind.__name__.lower()
+    if len(data) <= CRC_BYTES:
+        raise WireError(f"{len(data)} bytes are too few for an {name} or a reply")
+    if data[0] not in (form.full, form.short):
+        raise WireError(f"byte {data[0]:#04x} does not begin the {name} of this version of aqg")
+    is_short = data[0] == form.short
+    if not (is_short and kind is Order) and seal(data[:-CRC_BYTES]) != data:
+        raise WireError(f"the checksum of the {name} is wrong: it is damaged")
+    return Reader(data[1:-CRC_BYTES], f"the {name}"), is_short
+
+
+def _read(kind: type[_Message], reader: Reader, known: Order | Stamp | None) -> _Message:
+    form = _FORMS[kind]
+    defaults = _defaults(form, known)
+    which = reader.varint()
+    if which >> len(defaults):
+        raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
+    values: dict[str, Any] = dict(defaults)
+    for name in _TERMS if form is _FORMS[Order] else ():
+        values[name] = getattr(known, name) if known else form.codecs[name][1](reader)
+    values |= {name: reader.varint() for name in _HEAD}
+    for place, name in enumerate(defaults):
+        if which >> place & 1:
+            values[name] = form.codecs[name][1](reader)
+    if kind is Reply:
+        values["held_round"] = values["round"] - values["held_round"]
+    values[form.payload] = reader.rest().tobytes()
+    return kind(**values)

@@ -16,8 +16,7 @@ give the same, so a mirror that differs from its client's cannot live past the n
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,22 +128,20 @@ def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> 
     return Base(zero, restarted=True)
 
 
+def idle_reply(order: Order, **said: Any) -> Reply:
+    """Return the answer of a client that has moved no mirror."""
+    said |= {"base_digest": order.digest, **order.stamp._asdict()}
+    return Reply(incarnation=order.incarnation, round=order.round, **said)
+
+
 def stale_reply(order: Order) -> Reply:
-    return Reply(
-        *order.serial,
-        stale=True,
-        epoch=order.epoch,
-        uploads=order.uploads,
-        base_digest=order.digest,
-        digest=order.digest,
-    )
+    return idle_reply(order, stale=True)
 
 
 def lost_reply(order: Order, holding: Holding, why: str) -> Reply:
     """Return the answer of a client that cannot reach the model of the order: nothing was done."""
-    return replace(
-        stale_reply(order),
-        stale=False,
+    return idle_reply(
+        order,
         held_round=holding.round,
         held_digest=holding.digest,
         held_start=holding.start,

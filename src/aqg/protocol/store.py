@@ -14,10 +14,10 @@ import shutil
 import time
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,14 @@ from aqg.protocol.messages import Stamp
 from aqg.protocol.mirrors import ClientMirror, Snapshot
 
 Vector = NDArray[Any]
-Found = TypeVar("Found")
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes another's place, whole or not at all, and is on disk then."""
+def _replacing(path: Path, is_named: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file that takes another's place, whole or not at all, and is on disk then.
+
+    With ``is_named`` its name is on disk as well.
+    """
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -45,6 +47,8 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        if is_named:
+            sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
@@ -52,12 +56,8 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; it is on disk when this returns, and so is its name."""
-    with _replacing(path) as file:
+    with _replacing(path, is_named=True) as file:
         file.write(content)
-    try:
-        sync_directory(path.parent)
-    except OSError as error:
-        raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def make_directory(path: Path, what: str = "") -> None:
@@ -140,8 +140,7 @@ class ArrayStore:
 
     def read(self, cell: dict[str, Any]) -> Vector:
         if "number" in cell:
-            number = int(cell["number"])
-            vector = self._vault.read_vector(number)
+            vector = self._vault.read_vector(int(cell["number"]))
             self.remember(cell, vector)
             return vector
         if "zeros" in cell:
@@ -209,13 +208,13 @@ class KeyedStore:
         index: dict[str, Any] = json.loads(self._vault.read_index() or "{}")
         return index if index.get("key") == self._key else {}
 
-    def _readable(self, what: str, read: Callable[[], Found]) -> Found | None:
-        """Return what is read; None, with a warning, where it is damaged."""
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        """Warn of what is read and turns out to be damaged, and leave it at that."""
         try:
-            return read()
+            yield
         except (RunError, ValueError, KeyError, TypeError, AttributeError) as error:
             _logger.warning("the client's %s cannot be used: %r", what, error)
-            return None
 
 
 class ClientStore(KeyedStore):
@@ -232,7 +231,8 @@ class ClientStore(KeyedStore):
         super().__init__(vault, key)
         empty = dict.fromkeys(("current", "before", "public", "reply"))
         self._index: dict[str, Any] = {"key": key, "answered": [0, 0], **empty}
-        self._index |= self._readable("saved state", self._read_index) or {}
+        with self._readable("saved state"):
+            self._index |= self._read_index()
         self._arrays.reserve(self._index)
 
     @property
@@ -243,27 +243,22 @@ class ClientStore(KeyedStore):
     def load(self) -> ClientMirror | None:
         """Return the memory of the mirror; None where there is none, or none that can be read."""
         index = self._index
-        if index["current"] is None:
-            return None
-
-        def read() -> ClientMirror:
-            current = self._read(index["current"])
-            before = None if index["before"] is None else self._read(index["before"])
-            return ClientMirror(current, before, self.answered)
-
-        return self._readable("saved state", read)
+        mirror = None
+        with self._readable("saved state"):
+            if index["current"] is not None:
+                current = self._read(index["current"])
+                before = None if index["before"] is None else self._read(index["before"])
+                mirror = ClientMirror(current, before, self.answered)
+        return mirror
 
     def load_public(self) -> Public | None:
         """Return the public model; None where there is none, or none that can be read."""
-        row = self._index["public"]
-        if row is None:
-            return None
-
-        def read() -> Public:
-            public = self._arrays.read_public(row)
-            return public if isinstance(self._vault, MemoryVault) else public.marked()
-
-        return self._readable("saved model", read)
+        row, public = self._index["public"], None
+        with self._readable("saved model"):
+            if row is not None:
+                found = self._arrays.read_public(row)
+                public = found if isinstance(self._vault, MemoryVault) else found.marked()
+        return public
 
     def put_public(self, public: Public) -> None:
         """Write the vectors of a public model, which takes its place with the next `save`."""
@@ -271,10 +266,10 @@ class ClientStore(KeyedStore):
 
     def last_reply(self) -> bytes:
         """Return the reply that was saved with the mirror; empty where there is none."""
-        row = self._index["reply"]
-        if row is None:
-            return b""
-        return self._readable("last reply", lambda: self._arrays.read(row).tobytes()) or b""
+        row, reply = self._index["reply"], b""
+        with self._readable("last reply"):
+            reply = b"" if row is None else self._arrays.read(row).tobytes()
+        return reply
 
     def save(self, mirror: ClientMirror | None = None, reply: bytes = b"") -> None:
         """Commit the memory, whole or not at all; without a mirror, that of before stays.
@@ -283,13 +278,9 @@ class ClientStore(KeyedStore):
         """
         if mirror is not None:
             before = None if mirror.before is None else self._write(mirror.before)
-            self._index = {
-                **self._index,
-                "answered": list(mirror.answered),
-                "current": self._write(mirror.current),
-                "before": before,
-                "reply": None,
-            }
+            current, answered = self._write(mirror.current), list(mirror.answered)
+            row = {"answered": answered, "current": current, "before": before, "reply": None}
+            self._index = {**self._index, **row}
         if reply:
             cell = self._arrays.write(np.frombuffer(reply, np.uint8))
             self._index = {**self._index, "reply": cell}
