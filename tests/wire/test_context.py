@@ -1,7 +1,5 @@
 """The context coder: round trips, sizes, and what it does with bytes it did not write."""
 
-import os
-import subprocess
 import sys
 
 import numpy as np
@@ -14,6 +12,9 @@ from aqg.core.track import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
 from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
+
+from tests.commands import run
+from tests.wire.samples import measured_entropy
 
 GOLDEN = "05070335b11047c8d2c012b486cc42e252004bb19da56ef40c75ca4d6701cb55"
 GOLDEN_WITH_HINTS = "050700016c9cd1ec0e01d789e2969664cdff85281531c85c8fbfaa8bb2cf9de81d165347f8de"
@@ -30,12 +31,6 @@ def smooth_levels(num_symbols, rows=784, columns=10, seed=0):
     top = (num_symbols - 1) / 2
     levels = np.rint(field / np.abs(field).max() * top + top)
     return levels.ravel().astype(np.uint8 if num_symbols <= 256 else np.uint16)
-
-
-def zero_order_bytes(levels):
-    share = np.bincount(levels) / len(levels)
-    share = share[share > 0]
-    return float(-(share * np.log2(share)).sum() * len(levels) / 8)
 
 
 @st.composite
@@ -90,15 +85,9 @@ def test_bytes_are_the_same_without_compiled_code():
         "    print(payload.hex())\n"
     )
     arguments = [levels.tobytes().hex(), "u1", "15", wide.tobytes().hex(), "u2", "65536"]
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == [encode(levels, 15).hex(), encode(wide, 65536).hex()]
+    python = (sys.executable, "-W", "error", "-c")
+    said = run(*python, code, *arguments, NUMBA_DISABLE_JIT="1").split()
+    assert said == [encode(levels, 15).hex(), encode(wide, 65536).hex()]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +99,7 @@ def test_uses_structure_that_frequencies_do_not_show(num_symbols, share):
     size = len(encode(levels, num_symbols))
     compress = zstandard.ZstdCompressor(level=19).compress
     width = (num_symbols - 1).bit_length()
-    assert size < share * zero_order_bytes(levels)
+    assert size < share * measured_entropy(levels) * len(levels) / 8
     assert size < len(compress(levels.tobytes()))
     assert size < len(compress(pack(levels, width).tobytes()))
 

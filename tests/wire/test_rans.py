@@ -18,7 +18,7 @@ from aqg.wire.sections import (
 )
 from aqg.wire.tables import Table, choose_table, least_bits, read_table, write_table
 
-from tests.wire.samples import laplace_probabilities
+from tests.wire.samples import laplace_probabilities, measured_entropy
 
 
 def information_bytes(symbols, table):
@@ -81,8 +81,7 @@ def test_size_is_the_information_content(lanes, entropy_bits):
     # The states hold the last bits; a word is 2 bytes. Nothing else may be lost.
     assert information - 1 <= size <= information * 1.0002 + lanes * STATE_BYTES + 2
     # And the table itself must be near the best one there is.
-    counts = np.bincount(symbols)
-    best = float(-(counts[counts > 0] * np.log2(counts[counts > 0] / len(symbols))).sum() / 8)
+    best = len(symbols) * measured_entropy(symbols) / 8
     assert information + len(write_table(table)) <= 1.002 * best + 40
 
 
