@@ -1,7 +1,5 @@
 """From run directories to arrays, groups and curves, whatever state the runs are in."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,17 +24,9 @@ from aqg.report.curves import (
 from aqg.report.runs import COLORS, assign_colors, compare, find_runs, read_run, read_runs
 from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
-from aqg.runs.files import seal
 from aqg.studies.sweep import GRID
 
-
-def change_lines(directory, change):
-    file = directory / ROUNDS
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        change(row)
-        del row["crc32"]
-    file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
+from tests.commands import change_rounds
 
 
 def test_a_run_comes_back_as_written(make_run, tmp_path):
@@ -91,7 +81,7 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
                 {"client": 7, "node": 1, "kind": "fault", "text": "told above"},
             ]
 
-    change_lines(directory, change)
+    change_rounds(directory, change)
     run = read_run(directory, "run")
     assert set(run.extras) == {"latency", "resyncs"}
     np.testing.assert_array_equal(run.extras["latency"], [0.5, 1, 1.5, 2])
@@ -102,10 +92,7 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
 def test_clients_that_join_later_were_away_before(make_run, tmp_path):
     directory = make_run(tmp_path / "run", rounds=3)
 
-    def change(row):
-        row["widths"] = [4] * row["round"]
-
-    change_lines(directory, change)
+    change_rounds(directory, lambda row: row.update(widths=[4] * row["round"]))
     assert read_run(directory, "run").widths.tolist() == [[4, -1, -1], [4, 4, -1], [4, 4, 4]]
 
 
@@ -133,7 +120,7 @@ def damage_line(directory):
 
 
 def drop_key(directory):
-    change_lines(directory, lambda row: row.pop("upload_bytes"))
+    change_rounds(directory, lambda row: row.pop("upload_bytes"))
 
 
 def repeat_rounds(directory):
