@@ -96,21 +96,17 @@ def test_own_model_leaves_models_that_load(folder):
     run("--dataset own.npz --model model.py:make:width=4", *LOCAL, "--out out")
     namespace = {}
     exec(MODEL, namespace)
+    modules = []
     for which, name in (("final", "model"), ("best", "best")):
         module = aqg.load_model(folder / "out/auto", namespace["make"]((5,), 3, 4), which=which)
         arrays = aqg.load_model(folder / "out/auto" / f"{name}.safetensors")
         assert set(arrays) == set(module.state_dict())
+        modules.append(module)
+    final, module = modules
     with np.load(folder / "out/auto" / CHECKPOINT) as checkpoint:
-        flat = torch.cat(
-            [
-                p.detach().reshape(-1)
-                for p in aqg.load_model(
-                    folder / "out/auto", namespace["make"]((5,), 3, 4), which="final"
-                ).parameters()
-            ]
-        )
-        assert np.array_equal(flat.numpy(), checkpoint["model/step/mean"])
-        assert not np.array_equal(flat.numpy(), checkpoint["model/parameters"])
+        flat = nn.utils.parameters_to_vector(final.parameters()).detach().numpy()
+        assert np.array_equal(flat, checkpoint["model/step/mean"])
+        assert not np.array_equal(flat, checkpoint["model/parameters"])
     # The best one is as good as the best line says, statistics and all.
     module.eval()
     with np.load("own.npz") as data:
@@ -131,10 +127,8 @@ def test_closed_forms_have_names_and_start_from_files(folder):
     run(*options, "--rounds 5 --out first")
     run(*options, "--rounds 3 --init first/gd/model.safetensors --out second")
     tensors = aqg.load_model("whole/gd", which="final")
-    assert {name: value.shape for name, value in tensors.items()} == {
-        "weight": (5, 3),
-        "bias": (3,),
-    }
+    shapes = {name: value.shape for name, value in tensors.items()}
+    assert shapes == {"weight": (5, 3), "bias": (3,)}
     for name, value in aqg.load_model("second/gd", which="final").items():
         assert np.array_equal(value, tensors[name])  # gd remembers nothing but the model
 
@@ -262,31 +256,18 @@ def test_built_in_models_learn_images(model, folder):
         (("--dataset", "nowhere.npz"), "nowhere.npz' cannot be read: No such file"),
         (("--dataset", "problem.py"), "unknown dataset 'problem.py'"),
         (("--dataset", "numbers.npz"), "are not classes, so there is no model by default"),
-        (
-            ("--dataset", "numbers.npz", "--model", "softmax"),
-            "'softmax' needs one class per sample",
-        ),
-        (
-            ("--dataset", "plain.npz", "--partition", "natural"),
-            "needs a file with an array 'client'",
-        ),
+        (("--dataset", "numbers.npz", "--model", "softmax"), "'softmax' needs one class per"),
+        (("--dataset", "plain.npz", "--partition", "natural"), "a file with an array 'client'"),
         (("--dataset", "own.npz", "--clients", "4"), "has 3 clients of its own, and clients is 4"),
         (("--dataset", "own.npz", "--model", "resnet8"), "samples of shape (5,) are no images"),
-        (("--dataset", "own.npz", "--model", "transformer"), "are no sequences"),
-        (
-            ("--model", "resnet8:norm=layer"),
-            "norm of model 'resnet8' is 'layer'; choose from group",
-        ),
+        (("--model", "resnet8:norm=layer"), "'resnet8' is 'layer'; choose from group"),
         (("--model", "cnn:depth=3"), "model 'cnn' has no option 'depth'; it has: width"),
         (("--model", "cnn:width=x"), "option width of model 'cnn' is 'x'"),
         (("--model", "model.py:nothing"), "has no function 'nothing'"),
         (("--model", "model.py:no_module"), "returned int, not a torch.nn.Module"),
         (("--model", "model.py:make"), "train on minibatches"),
         (("--model", "nowhere.py:make"), "nowhere.py' cannot be read"),
-        (
-            ("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL),
-            "fails on 8 samples of shape (5,)",
-        ),
+        (("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL), "fails on 8 samples of"),
         (("--dataset", "row.npz", "--model", "model.py:regressor", *LOCAL), "(8, 1)"),
         (("--problem", "problem.py"), "write FILE.py:FUNCTION"),
         (("--problem", "problem"), "problem is 'problem'; it must be FILE.py:FUNCTION"),

@@ -233,6 +233,10 @@ def test_one_process_at_a_time(run, problem):
             assert time.monotonic() - before < 30
 
 
+def full(descriptor):
+    raise OSError(28, "No space left on device")
+
+
 def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
     records = Records(tmp_path / "trials.jsonl")
     records.add({"number": 1})
@@ -241,9 +245,6 @@ def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
     assert records.read() == [{"number": 1}]
     records.add({"number": 3})
     assert records.read() == [{"number": 1}, {"number": 3}]
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", full)
@@ -258,10 +259,6 @@ def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_is_named(tmp_path, problem, monkeypatch):
     loop.create_run(tmp_path / "run", CONFIG)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(RunError, match="cannot be written: No space left on device"):
         loop.run(CONFIG, problem, None, tmp_path / "run")

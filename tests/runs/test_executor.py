@@ -152,17 +152,16 @@ def interrupt(event_type):
 def test_the_first_interrupt_lets_tasks_save(tmp_path):
     plan = Chain([Saver(tmp_path / "saved"), give_seven])
     before = signal.getsignal(signal.SIGINT)
-    events = []
+    seen = set()
+
+    def handle(job, event):
+        seen.add(type(event))
+        interrupt(Reported)(job, event)
+
     with Processes(1) as place, pytest.raises(Interrupted):
-        carry_out(
-            plan.next,
-            plan.tasks.__getitem__,
-            place,
-            plan.take,
-            lambda job, event: (events.append(event), interrupt(Reported)(job, event)),
-        )
+        follow(plan, place, handle)
     assert (tmp_path / "saved").read_text() == "saved"
-    assert {type(event) for event in events} >= {Started, Stopped}
+    assert seen >= {Started, Stopped}
     assert plan.results == []
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -50,10 +50,8 @@ def home(tmp_path_factory):
     (folder / "mine.py").write_text(PROBLEM)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = run_app(
-            ["compare", "onebit", *SPEC, *GOAL, "--seeds", "2", "--jobs", "1", "--out", "c"]
-        )
-        assert done == 0
+        options = ["--seeds", "2", "--jobs", "1", "--out", "c"]
+        assert run_app(["compare", "onebit", *SPEC, *GOAL, *options]) == 0
     return folder
 
 
@@ -98,9 +96,8 @@ def test_every_trial_has_an_outcome_and_every_recipe_a_cell(home):
     assert pairs == {(recipe, seed) for recipe in ("fedavg", "onebit") for seed in (0, 1)}
     assert {outcome.ending for outcome in outcomes.values()} == {"reached"}
     cells = json.loads((home / "c/results.json").read_text())["cells"]
-    assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
-        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2))
-    }
+    found = {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells}
+    assert found == {("fedavg", FIXED, 2), ("onebit", FIXED, 2)}
 
 
 def test_a_report_shows_the_runs(home, tmp_path, capsys):

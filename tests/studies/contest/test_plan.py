@@ -53,11 +53,8 @@ def summary(half, size, rounds=50, top=0.9, ending="reached"):
 def falling(cost, ending="reached", rounds=1):
     """What a run leaves that is at a fixed target after so many rounds and bytes, and stays."""
     later = 0.0001 if ending == "reached" else 0.5
-    curve = {
-        "values": [*[0.7] * rounds, *[later] * 20],
-        "bytes": [*range(rounds), *[cost] * 20],
-        "tests": [],
-    }
+    values, sizes = [*[0.7] * rounds, *[later] * 20], [*range(rounds), *[cost] * 20]
+    curve = {"values": values, "bytes": sizes, "tests": []}
     found = {"ending": ending, "upload_bytes": cost // 10}
     return {"curve": curve, "outcome": found, "diverged": False}
 
@@ -168,13 +165,8 @@ def test_all_seeds_for_who_is_close_and_fewer_for_who_is_far(tmp_path):
     seeds = {recipe: set() for recipe in comparison.recipes}
     for job in jobs:
         seeds[job.trial.recipe].add(job.trial.seed)
-    assert {recipe: len(found) for recipe, found in seeds.items()} == {
-        FEDAVG: 5,
-        "auto": 5,
-        "stc": 5,
-        "qsgd": 3,
-        "topk": 3,
-    }
+    found = {recipe: len(seen) for recipe, seen in seeds.items()}
+    assert found == {FEDAVG: 5, "auto": 5, "stc": 5, "qsgd": 3, "topk": 3}
 
 
 def test_it_goes_on_where_it_stopped(tmp_path):
