@@ -40,19 +40,16 @@ class WatchedRun:
         self.number = self.deployment.run(APP, {**self.config, "num-server-rounds": rounds})
 
     def rows(self):
-        """Return the rounds written so far."""
         path = self.directory / "rounds.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def last_round(self):
-        """The last round that was written."""
         rows = self.rows()
         return rows[-1]["round"] if rows else 0
 
     def wait_for_round(self, number):
-        """Wait until a round is written, and return it."""
         return self._wait(number, lambda row: True, "its end")
 
     def wait_for_incident(self, kinds, client, after):
