@@ -29,7 +29,6 @@ def run(*command, fails=False, cwd=None, without="", **environment):
 
 
 def stop_after(num_rounds):
-    """Ask a run to stop after so many rounds."""
     rounds = count(1)
     return Contact(is_stop_asked=lambda: next(rounds) == num_rounds)
 
@@ -42,7 +41,6 @@ def run_alone(config, directory):
 
 
 def contents(directory):
-    """Return every file's bytes."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 

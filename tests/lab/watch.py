@@ -78,6 +78,10 @@ class WatchedRun:
 
     def wait_for_clean_round(self, after):
         """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
+
+        def is_clean(row):
+            return not row.get("incidents") and DROPPED not in row["widths"]
+
         return self._wait(after + 1, is_clean, "a clean round")
 
     def order(self, client, deed):
@@ -165,11 +169,6 @@ def _comes_true(condition):
 def incidents_of(row, client):
     """Return the kinds of incident that a client had in a round."""
     return {entry["kind"] for entry in row.get("incidents", ()) if entry["client"] == client}
-
-
-def is_clean(row):
-    """Whether all clients answered and nothing happened."""
-    return not row.get("incidents") and DROPPED not in row["widths"]
 
 
 def clean_losses(rows):

@@ -155,13 +155,13 @@ def test_the_data_stays_small_for_many_clients(make_run, tmp_path):
     [
         (["missing"], "'missing' does not exist"),
         (["empty"], "'empty' is not a run directory and holds none"),
+        (["file"], "'file' is not a directory"),
         (["damaged"], "line 1: it has no checksum"),
         (["runs", "--out", "nowhere/report.html"], "directory 'nowhere' of --out does not exist"),
         (["runs", "--out", "empty"], "'empty' is a directory; name a file"),
         (["runs", "--png", "file"], "output directory 'file' cannot be made"),
         ([], "Missing argument 'DIR...'"),
     ],
-    ids=["missing", "empty", "damaged", "no place", "directory", "file in the way", "no argument"],
 )
 def test_errors_take_one_line_and_leave_nothing(
     runs, tmp_path, monkeypatch, capsys, arguments, message

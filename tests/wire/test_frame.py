@@ -29,10 +29,6 @@ from tests.wire.samples import laplace_upload, measured_entropy, messages, uploa
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def length_of(message):
-    return 0 if isinstance(message, Skip) else len(message)
-
-
 def mode_of(frame):
     return Mode(frame[0] & 0x1F)
 
@@ -41,7 +37,7 @@ def mode_of(frame):
 def test_messages_come_back_and_sizes_are_exact(message):
     frame = encode(message)
     assert len(frame) == encoded_size(message)
-    decoded = decode(frame, length_of(message))
+    decoded = decode(frame, 0 if isinstance(message, Skip) else len(message))
     assert decoded == message
     if isinstance(message, Upload):
         assert isinstance(decoded, Upload)

@@ -142,9 +142,8 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     stuck = [job.trial for job in ended if job.trial.task == FIXED.name]
     assert {t.seed for t in stuck if t.recipe == FEDAVG} == {0}
     assert {t.recipe for t in stuck if t.seed == 1} == {"auto", "stc"}
-    assert {job.trial.recipe for job in ended if job.trial.task == TASK.name} == {
-        *(FEDAVG, "auto", "stc")
-    }
+    others = {job.trial.recipe for job in ended if job.trial.task == TASK.name}
+    assert others == {FEDAVG, "auto", "stc"}
     plan.take(slow, falling(800))
     assert {job.trial.seed for job in run_all(plan)} >= {1}
     ours = next(job for job in ended if job.trial.recipe == "auto" and job.trial.task == FIXED.name)
@@ -291,8 +290,6 @@ def test_a_comparison_survives_its_directory(tmp_path):
         Comparison.open(tmp_path / "c")
     with pytest.raises(RunError, match=r"is not a comparison's directory: it has no compare\.json"):
         Comparison.open(tmp_path)
-    with pytest.raises(ConfigError, match="seeds is 0; it must be at least 1"):
-        Comparison((FIXED,), (FEDAVG,), seeds=0)
 
 
 def test_a_comparison_grows_and_has_parts():
