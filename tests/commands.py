@@ -1,5 +1,6 @@
 """Commands, in this process and in others, and what they leave."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from aqg.cli.app import run_app
 from aqg.runs import loop
+from aqg.runs.directory import ROUNDS
 from aqg.runs.executor import Contact
+from aqg.runs.files import seal
 from aqg.runs.setup import build_problem, find_minimum
 
 
@@ -26,7 +29,6 @@ def run(*command, fails=False, cwd=None, without="", **environment):
 
 
 def stop_after(num_rounds):
-    """Ask a run to stop after so many rounds."""
     rounds = count(1)
     return Contact(is_stop_asked=lambda: next(rounds) == num_rounds)
 
@@ -39,7 +41,6 @@ def run_alone(config, directory):
 
 
 def contents(directory):
-    """Return every file's bytes."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -53,6 +54,22 @@ def refuse(capsys, *arguments, message):
     assert line.startswith("aqg: error: ")
     assert message in line
     assert _files() == before
+
+
+def shown_on(page, name):
+    """Return a file as a page of the documentation shows it."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    return text.split(f"<!-- file: {name} -->\n```")[1].split("\n", 1)[1].split("```")[0]
+
+
+def change_rounds(directory, change):
+    """Change the rows of a run's rounds, under checksums that fit."""
+    file = directory / ROUNDS
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        del row["crc32"]
+        change(row)
+    file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
 
 
 def _files():

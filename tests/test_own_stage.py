@@ -1,6 +1,5 @@
 """The stage of ``docs/how-to/own-recipe.md``, taken from the page, works everywhere."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +11,15 @@ from aqg.runs import loop
 from aqg.sim import FastSimulation, LocalTraining, ReferenceSimulation, Training
 from aqg.sim.training import Dropout
 
+from tests.commands import shown_on
 from tests.problems import check_engines, check_torch, tiny_problem
-
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "own-recipe.md"
 
 
 @pytest.fixture
 def code():
-    found = re.search(
-        r"<!-- file: clipped.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
-    )
-    assert found is not None
-    assert len(found[1].splitlines()) <= 35
-    return found[1]
+    found = shown_on("how-to/own-recipe.md", "clipped.py")
+    assert len(found.splitlines()) <= 35
+    return found
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_listings(tmp_path, here):
         (("--model", "transformer"), "transformer"),
         (("--target", "1e-3", "--model", "mlp:3"), "f* is unknown for mlp:3"),
         (("--out", "/proc/nowhere"), "'/proc/nowhere' cannot be made"),
+        (("--out", "full"), "'full' is not empty"),
         (("--resume", "nowhere"), "'nowhere' is not a run directory"),
         (("--config", "nowhere.toml"), "'nowhere.toml' cannot be read"),
         (("--nope",), "--nope"),
@@ -129,6 +130,8 @@ def test_listings(tmp_path, here):
 )
 def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
     refuse(capsys, "run", *options, message=message)
 
 
@@ -147,13 +150,6 @@ def test_a_corrupted_cache_file_is_named(tmp_path, here, monkeypatch):
     (line,) = here("run", "--dataset", "mnist", code=2).err.splitlines()
     assert "train-images-idx3-ubyte.gz" in line
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_an_occupied_directory_is_left_alone(tmp_path, here):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
-    assert "'out' is not empty" in here("run", *QUICK, "--out", "out", code=2).err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.soak

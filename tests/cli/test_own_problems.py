@@ -96,21 +96,17 @@ def test_own_model_leaves_models_that_load(folder):
     run("--dataset own.npz --model model.py:make:width=4", *LOCAL, "--out out")
     namespace = {}
     exec(MODEL, namespace)
+    modules = []
     for which, name in (("final", "model"), ("best", "best")):
         module = aqg.load_model(folder / "out/auto", namespace["make"]((5,), 3, 4), which=which)
         arrays = aqg.load_model(folder / "out/auto" / f"{name}.safetensors")
         assert set(arrays) == set(module.state_dict())
+        modules.append(module)
+    final, module = modules
     with np.load(folder / "out/auto" / CHECKPOINT) as checkpoint:
-        flat = torch.cat(
-            [
-                p.detach().reshape(-1)
-                for p in aqg.load_model(
-                    folder / "out/auto", namespace["make"]((5,), 3, 4), which="final"
-                ).parameters()
-            ]
-        )
-        assert np.array_equal(flat.numpy(), checkpoint["model/step/mean"])
-        assert not np.array_equal(flat.numpy(), checkpoint["model/parameters"])
+        flat = nn.utils.parameters_to_vector(final.parameters()).detach().numpy()
+        assert np.array_equal(flat, checkpoint["model/step/mean"])
+        assert not np.array_equal(flat, checkpoint["model/parameters"])
     # The best one is as good as the best line says, statistics and all.
     module.eval()
     with np.load("own.npz") as data:
@@ -131,10 +127,8 @@ def test_closed_forms_have_names_and_start_from_files(folder):
     run(*options, "--rounds 5 --out first")
     run(*options, "--rounds 3 --init first/gd/model.safetensors --out second")
     tensors = aqg.load_model("whole/gd", which="final")
-    assert {name: value.shape for name, value in tensors.items()} == {
-        "weight": (5, 3),
-        "bias": (3,),
-    }
+    shapes = {name: value.shape for name, value in tensors.items()}
+    assert shapes == {"weight": (5, 3), "bias": (3,)}
     for name, value in aqg.load_model("second/gd", which="final").items():
         assert np.array_equal(value, tensors[name])  # gd remembers nothing but the model
 
@@ -171,9 +165,8 @@ def test_resume_knows_its_files_and_runs_no_code_unasked(folder, capsys, monkeyp
     monkeypatch.chdir(folder)
     assert run_app(["run", "--resume", "half", "--model", "model.py:make"]) == 0
     for name in (ROUNDS, "best.safetensors", "model.safetensors"):
-        assert (folder / "half/auto" / name).read_bytes() == (
-            folder / "whole/auto" / name
-        ).read_bytes()
+        half, whole = (folder / run / "auto" / name for run in ("half", "whole"))
+        assert half.read_bytes() == whole.read_bytes()
     capsys.readouterr()
     (folder / "model.py").write_text(MODEL + "\n# changed\n")
     message = "model.py' is not the file that this run began with"
@@ -189,10 +182,7 @@ def test_a_problem_is_made_by_a_function(folder, capsys):
     config = tomllib.loads((folder / "out/config.toml").read_text())
     assert (config["clients"], config["rounds"], config["local_steps"]) == (4, 6, 2)
     assert config["alpha"] == pytest.approx(0.1 * 2 / 4)
-    assert sorted(path.name for path in (folder / "out").iterdir() if path.is_dir()) == [
-        "auto",
-        "gd",
-    ]
+    assert {path.name for path in (folder / "out").iterdir() if path.is_dir()} == {"auto", "gd"}
     first = (folder / "out/auto" / ROUNDS).read_text()
     own._make.cache_clear()  # as in another process
     torch.rand(3)
@@ -262,48 +252,27 @@ def test_built_in_models_learn_images(model, folder):
         (("--dataset", "nowhere.npz"), "nowhere.npz' cannot be read: No such file"),
         (("--dataset", "problem.py"), "unknown dataset 'problem.py'"),
         (("--dataset", "numbers.npz"), "are not classes, so there is no model by default"),
-        (
-            ("--dataset", "numbers.npz", "--model", "softmax"),
-            "'softmax' needs one class per sample",
-        ),
-        (
-            ("--dataset", "plain.npz", "--partition", "natural"),
-            "needs a file with an array 'client'",
-        ),
-        (("--dataset", "own.npz", "--clients", "4"), "has 3 clients of its own, and clients is 4"),
-        (("--dataset", "own.npz", "--model", "resnet8"), "samples of shape (5,) are no images"),
-        (("--dataset", "own.npz", "--model", "transformer"), "are no sequences"),
-        (
-            ("--model", "resnet8:norm=layer"),
-            "norm of model 'resnet8' is 'layer'; choose from group",
-        ),
+        (("--dataset", "numbers.npz", "--model", "softmax"), "'softmax' needs one class per"),
+        (("--dataset", "plain.npz", "--partition", "natural"), "a file with an array 'client'"),
+        (("--model", "resnet8:norm=layer"), "'resnet8' is 'layer'; choose from group"),
         (("--model", "cnn:depth=3"), "model 'cnn' has no option 'depth'; it has: width"),
         (("--model", "cnn:width=x"), "option width of model 'cnn' is 'x'"),
-        (("--model", "model.py:nothing"), "has no function 'nothing'"),
         (("--model", "model.py:no_module"), "returned int, not a torch.nn.Module"),
         (("--model", "model.py:make"), "train on minibatches"),
-        (("--model", "nowhere.py:make"), "nowhere.py' cannot be read"),
-        (
-            ("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL),
-            "fails on 8 samples of shape (5,)",
-        ),
+        (("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL), "fails on 8 samples of"),
         (("--dataset", "row.npz", "--model", "model.py:regressor", *LOCAL), "(8, 1)"),
         (("--problem", "problem.py"), "write FILE.py:FUNCTION"),
         (("--problem", "problem"), "problem is 'problem'; it must be FILE.py:FUNCTION"),
         (("--problem", "problem.py:number"), "returned int; it must return"),
         (("--problem", "problem.py:problem", "--model", "softmax"), "give one of them"),
         (("--problem", "problem.py:problem", "--clients", "9"), "clients is 9, and"),
-        (("--problem", "problem.py:problem", "--set", "dtype=float16"), "unknown dtype 'float16'"),
         (("--init", "nowhere.pt"), "nowhere.pt' cannot be read"),
-        (("--init", "model.py"), "neither a .safetensors file nor a state_dict"),
         (("--init", "other.safetensors"), "has no tensor 'weight', which the model has"),
         (("--init", "nan.safetensors"), "tensor 'bias' of"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(options, message, folder, capsys):
-    (folder / "other.safetensors").write_bytes(to_bytes(nn.Conv2d(1, 1, 1).state_dict(), {}))
+    (folder / "other.safetensors").write_bytes(to_bytes({"w": np.zeros(3)}, {}))
     wrong = {"weight": np.zeros((64, 10)), "bias": np.full(10, np.inf)}
     (folder / "nan.safetensors").write_bytes(to_bytes(wrong, {}))
-    if message == "has no tensor 'weight', which the model has":
-        (folder / "other.safetensors").write_bytes(to_bytes({"w": np.zeros(3)}, {}))
     refuse(capsys, "run", *options, message=message)

@@ -57,11 +57,8 @@ def test_lines_table_and_results(whole, capsys):
     assert {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")} == times
     shown = capsys.readouterr().out
     assert "3 runs (recipe × seed), 3 finished before, in " in shown
-    for word in [
-        *["recipe", "runs", "uploads", "up", "down", "total", ".."],
-        "final loss",
-        "test acc",
-    ]:
+    words = ("recipe", "runs", "uploads", "up", "down", "total", "..", "final loss", "test acc")
+    for word in words:
         assert word in shown
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
     assert (whole / "whole" / "sweep.toml").read_text() == FILE

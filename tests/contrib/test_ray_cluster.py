@@ -4,7 +4,6 @@ import operator
 import os
 import shutil
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def cluster():
 def local(tmp_path_factory):
     """Return a folder with a grid and what its sweep gives on this machine."""
     folder = tmp_path_factory.mktemp("sweep")
-    (folder / "slow.py").write_text(textwrap.dedent(SLOW))
+    (folder / "slow.py").write_text(SLOW)
     (folder / "grid.toml").write_text(f'plugins = ["{folder}/slow.py"]\n{GRID}')
     options = SweepOptions(grid=folder / "grid.toml", out=folder / "local", jobs=2, allow_code=True)
     assert sweep_command(options) == 0

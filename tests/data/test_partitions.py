@@ -82,21 +82,17 @@ def test_label_gives_each_client_its_label_in_near_equal_slices(num_classes, ext
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_label_shares_consecutive_slices():
-    dataset = make_dataset(np.array([0, 1, 0, 0, 1, 0, 0]), 2)
-    parts = parse_partition("label").split(dataset, 3, seed=0)
-    assert [part.tolist() for part in parts] == [[0, 2, 3], [1, 4], [5, 6]]
+FIVES = [list(range(first, first + 5)) for first in (0, 5, 11, 16)]
 
 
-def test_source_slices_are_equal_and_consecutive_and_drop_the_rest():
-    dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
-    parts = parse_partition("source").split(dataset, 4, seed=0)
-    assert [part.tolist() for part in parts] == [
-        [0, 1, 2, 3, 4],
-        [5, 6, 7, 8, 9],
-        [11, 12, 13, 14, 15],
-        [16, 17, 18, 19, 20],
-    ]
+@pytest.mark.parametrize(
+    ("spec", "labels", "expected"),
+    [("label", [0, 1, 0, 0, 1, 0, 0], [[0, 2, 3], [1, 4], [5, 6]]), ("source", [0] * 22, FIVES)],
+)
+def test_slices_are_consecutive_and_those_of_a_source_are_equal(spec, labels, expected):
+    dataset = make_dataset(np.array(labels), max(labels) + 1, num_sources=2)
+    parts = parse_partition(spec).split(dataset, len(expected), seed=0)
+    assert [part.tolist() for part in parts] == expected
 
 
 def test_shuffled_slices_are_equal_and_of_one_source_each():

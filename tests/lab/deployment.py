@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 _CONNECTION = "here"
 _LINK, _LINK_WORKER = "superlink", "superlink-worker"
 _FINISHED = "finished"
-_COMMAND_SECONDS = _START_SECONDS = 60.0
+_COMMAND_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 3.0  # every look is a command of Flower, half a second of CPU
 
 ConfigValue = bool | int | float | str
@@ -111,7 +111,6 @@ class Deployment(contextlib.AbstractContextManager):
         self.processes = ProcessGroup(self.logs, environment, preload)
 
     def __exit__(self, *_):
-        """Stop everything."""
         self.processes.close()
         self.meter.close()
 
@@ -222,7 +221,6 @@ class Deployment(contextlib.AbstractContextManager):
         self.flower("stop", str(run), _CONNECTION)
 
     def wait_for_run(self, run, seconds):
-        """Wait for a run to finish, and return its status."""
         end = time.monotonic() + seconds
         while not (status := self.status(run)).startswith(_FINISHED):
             if time.monotonic() > end:
@@ -278,7 +276,7 @@ class Deployment(contextlib.AbstractContextManager):
         def has_failed():
             return not may_end and not self.processes.is_running(name)
 
-        self.processes.wait_for(lambda: is_ready() or has_failed(), _START_SECONDS, name)
+        self.processes.wait_for(lambda: is_ready() or has_failed(), _COMMAND_SECONDS, name)
         if has_failed():
             raise RunError(f"{name} has ended; see {self.processes.log_of(name)}")
 
@@ -293,17 +291,14 @@ class Deployment(contextlib.AbstractContextManager):
 
 
 def node_name(node):
-    """Return what a node's process and log are called."""
     return f"node{node}"
 
 
 def free_port():
-    """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
 
 
 def to_toml(settings):
-    """Write flat settings as TOML."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())

@@ -27,15 +27,11 @@ class Meter(contextlib.AbstractContextManager):
         host: where to listen, and where the target is.
         target: the port to pass connections on to.
 
-    Attributes:
-        watch: is told the name, a number for the connection, and what a node sends; None: nobody.
-
     """
 
     def __init__(self, host, target):
         self.host = host
         self.target = target
-        self.watch = None
         self._counts = {}
         self._servers = []
         self._loop = asyncio.new_event_loop()
@@ -46,7 +42,6 @@ class Meter(contextlib.AbstractContextManager):
         self.close()
 
     def close(self):
-        """Close every connection and stop listening."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -58,7 +53,6 @@ class Meter(contextlib.AbstractContextManager):
         return asyncio.run_coroutine_threadsafe(self._serve(name), self._loop).result(10)
 
     def traffic(self, name):
-        """Return what has passed for ``name`` so far."""
         return Traffic(*self._counts[name])
 
     async def _stop(self):
@@ -91,8 +85,6 @@ class Meter(contextlib.AbstractContextManager):
     async def _pump(self, name, direction, reader, writer):
         while data := await reader.read(_CHUNK_BYTES):
             self._counts[name][direction] += len(data)
-            if direction == 0 and self.watch is not None:
-                self.watch(name, id(reader), data)
             writer.write(data)
             await writer.drain()
         if writer.can_write_eof():

@@ -157,7 +157,6 @@ class ProcessGroup:
         self.wait_for(lambda: not self._is_alive(process), _END_SECONDS, f"{name} to die")
 
     def wait(self, name, seconds):
-        """Wait for a process to end, and return its exit code."""
         self.wait_for(lambda: not self.is_running(name), seconds, f"{name} to end")
         return self._running[name].exitcode
 
@@ -166,7 +165,6 @@ class ProcessGroup:
             return process.is_alive()
 
     def process_of(self, name):
-        """Return the id of a running process, or None."""
         return self._running[name].pid if self.is_running(name) else None
 
     def is_running(self, name):
@@ -174,16 +172,13 @@ class ProcessGroup:
         return name in self._running and self._is_alive(self._running[name])
 
     def log_of(self, name):
-        """Return the file that a process writes to."""
         return self.directory / f"{name}.log"
 
     def read_log(self, name):
-        """Return what a process has written so far."""
         path = self.log_of(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, condition, seconds, what):
-        """Wait until ``condition`` holds."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:

@@ -21,7 +21,7 @@ from aqg.flower.demo import digits_config
 from aqg.runs.setup import build_problem, make_simulation
 from aqg.sim.record import DROPPED
 
-from tests.commands import wait_for
+from tests import commands
 from tests.lab.deployment import HOST, Deployment, make_node_key
 from tests.lab.meter import Meter, Traffic
 from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
@@ -299,7 +299,7 @@ def test_the_demonstration_leaves_no_process_behind(tmp_path, signum, code):
     ) as demo:
         try:
             written = out / "auto/rounds.jsonl"
-            wait_for(demo, lambda: written.exists() and written.stat().st_size > 0)
+            commands.wait_for(demo, lambda: written.exists() and written.stat().st_size > 0)
             assert processes_with(str(out))
             demo.send_signal(signum)
             _, errors = demo.communicate(timeout=PATIENCE_SECONDS)
@@ -318,11 +318,7 @@ def test_the_demonstration_counts_its_bytes(tmp_path):
     """It runs Flower's simulation, which ends with the simulator's model as well."""
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "aqg", "flower", "demo", "--nodes", "2", "--rounds", "4"]
-    done = subprocess.run(
-        [*command, "--json", "--out", str(out)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(commands.run(*command, "--json", "--out", str(out)))
     simulation, records = simulated({"num-clients": 2, "num-server-rounds": 4, "seed": 0})
     assert_same(out / "auto", simulation, records)
     for node in result["nodes"]:

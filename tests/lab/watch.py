@@ -40,19 +40,16 @@ class WatchedRun:
         self.number = self.deployment.run(APP, {**self.config, "num-server-rounds": rounds})
 
     def rows(self):
-        """Return the rounds written so far."""
         path = self.directory / "rounds.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def last_round(self):
-        """The last round that was written."""
         rows = self.rows()
         return rows[-1]["round"] if rows else 0
 
     def wait_for_round(self, number):
-        """Wait until a round is written, and return it."""
         return self._wait(number, lambda row: True, "its end")
 
     def wait_for_incident(self, kinds, client, after):
@@ -81,6 +78,10 @@ class WatchedRun:
 
     def wait_for_clean_round(self, after):
         """Wait for a round in which all answered, with mirrors equal, and nothing happened."""
+
+        def is_clean(row):
+            return not row.get("incidents") and DROPPED not in row["widths"]
+
         return self._wait(after + 1, is_clean, "a clean round")
 
     def order(self, client, deed):
@@ -168,11 +169,6 @@ def _comes_true(condition):
 def incidents_of(row, client):
     """Return the kinds of incident that a client had in a round."""
     return {entry["kind"] for entry in row.get("incidents", ()) if entry["client"] == client}
-
-
-def is_clean(row):
-    """Whether all clients answered and nothing happened."""
-    return not row.get("incidents") and DROPPED not in row["widths"]
 
 
 def clean_losses(rows):

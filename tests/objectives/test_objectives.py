@@ -1,6 +1,5 @@
 """Names, shapes, starting points, predictions, extreme values and bad input."""
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +8,8 @@ import pytest
 
 from aqg.errors import ConfigError, DataError
 from aqg.objectives import make_objective
+
+from tests.commands import run
 
 MODELS = [("logistic", 2), ("softmax", 3), ("mlp:4", 3)]
 ARRAY_KINDS = ["numpy", "torch"]
@@ -166,16 +167,12 @@ def test_unknown_model_is_named_with_the_choices(spec):
         (("softmax", 4, 3, -0.5, "mean"), "l2 -0.5"),
         (("softmax", 4, 3, float("nan"), "mean"), "l2 nan"),
         (("softmax", 4, 3, 0.0, "median"), "scaling 'median' is not one of mean, sum"),
+        (("softmax", 4, 3, 0.0, "mean"), "seed -1"),
     ],
 )
 def test_bad_settings(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        make_objective(*arguments)
-
-
-def test_negative_seed():
-    with pytest.raises(ConfigError, match="seed -1"):
-        make("softmax", 3).init_params(-1)
+        make_objective(*arguments).init_params(-1)
 
 
 @pytest.mark.parametrize(
@@ -216,4 +213,4 @@ loss, _ = objective.losses_and_gradients(
 )
 assert np.isfinite(loss)
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run(sys.executable, "-c", script)

@@ -129,23 +129,22 @@ def test_another_key_is_another_entry(tmp_path, change):
     assert cached_optimum(KEY, Solver(other), tmp_path) == VALUE
 
 
-def damaged_entries():
-    good = {"value": 1.0, "gradient_norm": 0.0, "error_bound": 0.0}
-    return {
-        "empty": b"",
-        "truncated": b'{"key": "',
-        "not text": b"\xff\xfe\x00",
-        "not an object": b"[1, 2]",
-        "no optimum": b"{}",
-        "numbers missing": json.dumps({"key": "", "optimum": {"value": 1.0}}).encode(),
-        "no finite number": json.dumps({"key": "", "optimum": good | {"value": np.nan}}).encode(),
-        "not a number": json.dumps({"key": "", "optimum": good | {"value": "two"}}).encode(),
-        "key of another entry": json.dumps({"key": "{}", "optimum": good}).encode(),
-        "optimum is a list": json.dumps({"key": "", "optimum": [1.0]}).encode(),
-    }
+GOOD = {"value": 1.0, "gradient_norm": 0.0, "error_bound": 0.0}
+DAMAGED = {
+    "empty": b"",
+    "truncated": b'{"key": "',
+    "not text": b"\xff\xfe\x00",
+    "not an object": b"[1, 2]",
+    "no optimum": b"{}",
+    "numbers missing": json.dumps({"key": "", "optimum": {"value": 1.0}}).encode(),
+    "no finite number": json.dumps({"key": "", "optimum": GOOD | {"value": np.nan}}).encode(),
+    "not a number": json.dumps({"key": "", "optimum": GOOD | {"value": "two"}}).encode(),
+    "key of another entry": json.dumps({"key": "{}", "optimum": GOOD}).encode(),
+    "optimum is a list": json.dumps({"key": "", "optimum": [1.0]}).encode(),
+}
 
 
-@pytest.mark.parametrize("damage", damaged_entries().values(), ids=damaged_entries().keys())
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_entry_is_computed_again_and_replaced(tmp_path, damage):
     cached_optimum(KEY, Solver(), tmp_path)
     entry = only_entry(tmp_path)

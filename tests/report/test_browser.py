@@ -1,13 +1,12 @@
 """The report in a real browser: everything is drawn, reacts, and stays on this machine."""
 
-import json
 import shutil
 
 import pytest
 
 from aqg.report.write import Outputs, write_report
-from aqg.runs.directory import ROUNDS
-from aqg.runs.files import seal
+
+from tests.commands import change_rounds
 
 pytestmark = pytest.mark.soak
 
@@ -38,13 +37,7 @@ def report(make_run, tmp_path_factory):
     for recipe in ("lean", "gd", "laq"):
         for seed in (0, 1):
             make_run(root / f"{recipe}-{seed}", recipe, seed, fault="<img src=x onerror=alert(1)>")
-    file = root / "lean-0" / ROUNDS
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        del row["crc32"]
-        row |= {"latency": 0.1 * row["round"], "late": 0}
-    lines = [seal(json.dumps(row)) for row in rows]
-    file.write_text("\n".join(lines) + "\n")
+    change_rounds(root / "lean-0", lambda row: row.update(latency=0.1 * row["round"], late=0))
     make_run(root / "qgd", "qgd", finished=False)
     page = root / "report.html"
     write_report([root], Outputs(page))

@@ -14,7 +14,8 @@ from aqg.cli.app import run_app
 from aqg.report.runs import read_run
 from aqg.report.write import make_page, pack
 from aqg.runs.directory import CONFIG, ROUNDS
-from aqg.runs.files import seal
+
+from tests.commands import change_rounds
 
 
 @pytest.fixture
@@ -113,12 +114,8 @@ def test_what_each_client_sent_and_received_is_on_the_page(make_run, tmp_path):
 
 def test_a_deployment_has_the_bytes_of_its_clients_round_by_round(make_run, tmp_path):
     run = make_run(tmp_path / "run", rounds=4, finished=False)
-    rows = [json.loads(line) for line in (run / ROUNDS).read_text().splitlines()]
-    for row in rows:
-        del row["crc32"]
-        row["client_upload_bytes"] = [row["round"]] * 10
-        row["client_download_bytes"] = list(range(10))
-    (run / ROUNDS).write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
+    down = {"client_download_bytes": list(range(10))}
+    change_rounds(run, lambda row: row.update(down, client_upload_bytes=[row["round"]] * 10))
     found = read_run(run, "run")
     assert found.client_upload_bytes.tolist() == [10] * 10
     assert found.client_download_bytes.tolist() == [4 * client for client in range(10)]
@@ -158,13 +155,13 @@ def test_the_data_stays_small_for_many_clients(make_run, tmp_path):
     [
         (["missing"], "'missing' does not exist"),
         (["empty"], "'empty' is not a run directory and holds none"),
+        (["file"], "'file' is not a directory"),
         (["damaged"], "line 1: it has no checksum"),
         (["runs", "--out", "nowhere/report.html"], "directory 'nowhere' of --out does not exist"),
         (["runs", "--out", "empty"], "'empty' is a directory; name a file"),
         (["runs", "--png", "file"], "output directory 'file' cannot be made"),
         ([], "Missing argument 'DIR...'"),
     ],
-    ids=["missing", "empty", "damaged", "no place", "directory", "file in the way", "no argument"],
 )
 def test_errors_take_one_line_and_leave_nothing(
     runs, tmp_path, monkeypatch, capsys, arguments, message

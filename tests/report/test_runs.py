@@ -1,7 +1,5 @@
 """From run directories to arrays, groups and curves, whatever state the runs are in."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,17 +24,9 @@ from aqg.report.curves import (
 from aqg.report.runs import COLORS, assign_colors, compare, find_runs, read_run, read_runs
 from aqg.report.write import facts, headline, title
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
-from aqg.runs.files import seal
 from aqg.studies.sweep import GRID
 
-
-def change_lines(directory, change):
-    file = directory / ROUNDS
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        change(row)
-        del row["crc32"]
-    file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
+from tests.commands import change_rounds
 
 
 def test_a_run_comes_back_as_written(make_run, tmp_path):
@@ -59,6 +49,10 @@ def test_an_unfinished_run_is_read_as_far_as_it_came(make_run, tmp_path):
     assert len(run.rounds) == 40
     assert run.summary is None
     assert run.minimum is None
+    (directory / ROUNDS).unlink()  # it has not begun
+    (run,) = read_runs([directory])
+    assert len(run.rounds) == 0
+    assert run.widths.shape == (0, 0)
 
 
 def test_an_unfinished_run_learns_the_minimum_from_its_neighbor(make_run, tmp_path):
@@ -68,14 +62,6 @@ def test_an_unfinished_run_learns_the_minimum_from_its_neighbor(make_run, tmp_pa
     minima = {run.name: run.minimum for run in read_runs([tmp_path / "both"])}
     assert minima["both/gd"] == minima["both/lean"] == pytest.approx(0.25)
     assert minima["both/other"] is None
-
-
-def test_a_run_that_has_not_begun(make_run, tmp_path):
-    directory = make_run(tmp_path / "run", finished=False)
-    (directory / ROUNDS).unlink()
-    (run,) = read_runs([directory])
-    assert len(run.rounds) == 0
-    assert run.widths.shape == (0, 0)
 
 
 def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
@@ -91,7 +77,7 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
                 {"client": 7, "node": 1, "kind": "fault", "text": "told above"},
             ]
 
-    change_lines(directory, change)
+    change_rounds(directory, change)
     run = read_run(directory, "run")
     assert set(run.extras) == {"latency", "resyncs"}
     np.testing.assert_array_equal(run.extras["latency"], [0.5, 1, 1.5, 2])
@@ -102,10 +88,7 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
 def test_clients_that_join_later_were_away_before(make_run, tmp_path):
     directory = make_run(tmp_path / "run", rounds=3)
 
-    def change(row):
-        row["widths"] = [4] * row["round"]
-
-    change_lines(directory, change)
+    change_rounds(directory, lambda row: row.update(widths=[4] * row["round"]))
     assert read_run(directory, "run").widths.tolist() == [[4, -1, -1], [4, 4, -1], [4, 4, 4]]
 
 
@@ -132,21 +115,12 @@ def damage_line(directory):
     (directory / ROUNDS).write_text("\n".join(lines) + "\n")
 
 
-def drop_key(directory):
-    change_lines(directory, lambda row: row.pop("upload_bytes"))
-
-
-def repeat_rounds(directory):
-    file = directory / ROUNDS
-    file.write_text(file.read_text() * 2)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (damage_line, "line 3: it has no checksum"),
-        (drop_key, "'upload_bytes' is missing"),
-        (repeat_rounds, "round numbers must rise"),
+        (lambda run: change_rounds(run, lambda row: row.pop("upload_bytes")), "'upload_bytes' is"),
+        (lambda run: (run / ROUNDS).write_text((run / ROUNDS).read_text() * 2), "must rise"),
         (lambda run: (run / SUMMARY).write_text("[]"), "it has no checksum"),
         (lambda run: (run / CONFIG).write_bytes(b"\xff"), "not valid TOML"),
         (lambda run: (run / CONFIG).unlink(), "is not a run directory: it has no config.toml"),
@@ -159,16 +133,6 @@ def test_damage_is_named_in_one_line(make_run, tmp_path, damage, message):
         read_runs([directory])
     assert "\n" not in str(caught.value)
     assert str(directory) in str(caught.value)
-
-
-def test_no_run_directory(tmp_path):
-    with pytest.raises(RunError, match="does not exist"):
-        find_runs(tmp_path / "nothing")
-    with pytest.raises(RunError, match="is not a run directory and holds none"):
-        find_runs(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="is not a directory"):
-        find_runs(tmp_path / "file")
 
 
 def test_another_programs_config_is_no_run(make_run, tmp_path):

@@ -62,10 +62,6 @@ def change_line(run, number, change):
     (run / ROUNDS).write_bytes(b"".join(lines))
 
 
-def repeat_the_third(run):
-    change_line(run, 3, lambda line: line + line)
-
-
 def replace_the_third(run):
     """Put a sound line there that the checkpoint does not count on."""
     row = json.loads((run / ROUNDS).read_text().splitlines()[2])
@@ -102,7 +98,7 @@ def third(change):
         (write(b"PK\x05\x06" + bytes(18)), r"npz' is damaged \(KeyError: 'about'"),
         (write(b"\x00" * 5000), r"checkpoint.npz' is damaged \(\w+: "),
         (replace_the_third, "does not hold the rounds that checkpoint.npz counts on"),
-        (repeat_the_third, r"is damaged: line 4 is of round 3"),
+        (third(lambda line: line + line), r"is damaged: line 4 is of round 3"),
         (third(lambda line: line.replace(b'"up', b'"up\xff')), "line 3: it does not fit its check"),
         (third(lambda line: b"\xff\xfe\xfd\n"), "line 3: it has no checksum"),
         (third(lambda line: line.replace(b"crc32", b"crc33")), "line 3: it has no checksum"),
@@ -233,6 +229,10 @@ def test_one_process_at_a_time(run, problem):
             assert time.monotonic() - before < 30
 
 
+def full(descriptor):
+    raise OSError(28, "No space left on device")
+
+
 def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
     records = Records(tmp_path / "trials.jsonl")
     records.add({"number": 1})
@@ -241,9 +241,6 @@ def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
     assert records.read() == [{"number": 1}]
     records.add({"number": 3})
     assert records.read() == [{"number": 1}, {"number": 3}]
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", full)
@@ -258,10 +255,6 @@ def test_records_survive_a_write_that_was_cut(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_is_named(tmp_path, problem, monkeypatch):
     loop.create_run(tmp_path / "run", CONFIG)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(RunError, match="cannot be written: No space left on device"):
         loop.run(CONFIG, problem, None, tmp_path / "run")

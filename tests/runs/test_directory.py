@@ -3,6 +3,7 @@
 import datetime
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -49,19 +50,11 @@ def test_a_directory_that_stayed_empty_is_taken_away(one_second):
     assert list(one_second.iterdir()) == []
 
 
-def test_an_occupied_directory_is_refused_before_the_work(one_second):
-    (one_second / "config.toml").touch()
-    with (
-        pytest.raises(RunError, match="is not empty; name another"),
-        output_directory(one_second, ""),
-    ):
-        pytest.fail("the work began")
-
-
-def test_a_file_in_the_way_is_named(one_second):
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [(Path(), "is not empty; name another"), (None, r"'runs/digits-.*' cannot be made")],
+)
+def test_a_place_that_is_taken_is_refused_before_the_work(one_second, place, message):
     (one_second / "runs").touch()
-    with (
-        pytest.raises(RunError, match=r"'runs/digits-.*' cannot be made"),
-        output_directory(None, "digits"),
-    ):
+    with pytest.raises(RunError, match=message), output_directory(place, "digits"):
         pytest.fail("the work began")

@@ -152,38 +152,22 @@ def interrupt(event_type):
 def test_the_first_interrupt_lets_tasks_save(tmp_path):
     plan = Chain([Saver(tmp_path / "saved"), give_seven])
     before = signal.getsignal(signal.SIGINT)
-    events = []
+    seen = set()
+
+    def handle(job, event):
+        seen.add(type(event))
+        interrupt(Reported)(job, event)
+
     with Processes(1) as place, pytest.raises(Interrupted):
-        carry_out(
-            plan.next,
-            plan.tasks.__getitem__,
-            place,
-            plan.take,
-            lambda job, event: (events.append(event), interrupt(Reported)(job, event)),
-        )
+        follow(plan, place, handle)
     assert (tmp_path / "saved").read_text() == "saved"
-    assert {type(event) for event in events} >= {Started, Stopped}
+    assert seen >= {Started, Stopped}
     assert plan.results == []
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_tasks_that_do_not_save_are_ended():
-    plan = Chain([sleep])
-    started = time.monotonic()
-    with Processes(1) as place, pytest.raises(Interrupted):
-        follow(plan, place, interrupt(Started))
-    assert time.monotonic() - started < 30
-
-
 def sleep(contact):
     time.sleep(60)
-
-
-def test_the_second_interrupt_stops_at_once(tmp_path):
-    plan = Chain([sleep_and_save])
-    with Processes(1) as place, pytest.raises(KeyboardInterrupt):
-        follow(plan, place, interrupt(Started | Stopping))
-    assert place._workers == []
 
 
 def sleep_and_save(contact):
@@ -191,6 +175,18 @@ def sleep_and_save(contact):
 
 
 sleep_and_save.saves = True
+
+
+@pytest.mark.parametrize(
+    ("task", "event_type", "error"),
+    [(sleep, Started, Interrupted), (sleep_and_save, Started | Stopping, KeyboardInterrupt)],
+)
+def test_tasks_that_do_not_save_and_second_interrupts_end_at_once(task, event_type, error):
+    started = time.monotonic()
+    with Processes(1) as place, pytest.raises(error):
+        follow(Chain([task]), place, interrupt(event_type))
+    assert time.monotonic() - started < 30
+    assert place._workers == []
 
 
 def test_workers_end_when_their_parent_is_gone(tmp_path):

@@ -10,7 +10,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import Cost
-from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, create_directory, read_toml
+from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_toml
 from aqg.runs.executor import Contact
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.runs.stopping import Target, Trace
@@ -104,15 +104,6 @@ def test_resume_refuses_another_config(config, problem, tmp_path):
         loop.read_configs(tmp_path / "run", {"recipe": "gd"})
     with pytest.raises(RunError, match="is not a run directory"):
         loop.read_configs(tmp_path, {})
-
-
-def test_output_directories_are_new_or_empty(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(RunError, match="is not empty"):
-        create_directory(tmp_path / "full")
-    with pytest.raises(RunError, match="cannot be made: Not a directory"):
-        create_directory(tmp_path / "full" / "file" / "deeper")
 
 
 def test_a_diverging_run_ends_early_and_says_so(tmp_path):

@@ -14,16 +14,15 @@ from aqg.runs.config import resolve
 from aqg.spec import Code
 from aqg.studies.sweep import call_study, expand
 
+from tests.commands import shown_on
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sweeps.md"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a folder with the study that the page shows, and go there."""
-    (code,) = re.findall(
-        r"<!-- file: widths.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
-    )
-    (tmp_path / "widths.py").write_text(code)
+    (tmp_path / "widths.py").write_text(shown_on("how-to/sweeps.md", "widths.py"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -4,11 +4,10 @@ import csv
 import json
 import os
 import shutil
-import textwrap
 
 import pytest
 
-from aqg.errors import AqgError, ConfigError, DataError, RunError
+from aqg.errors import AqgError, ConfigError, DataError
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
@@ -191,14 +190,11 @@ def test_another_grid_is_refused(finished, tmp_path):
     assert open_sweep(finished, dict(reversed(stored.items()))) == open_sweep(finished)
     with pytest.raises(ConfigError, match=r"with rounds 13: the sweep has rounds 12"):
         open_sweep(finished, {**stored, "rounds": 13})
-    with pytest.raises(
-        ConfigError, match=r"with grid.seed \[0\]: the sweep has grid.seed \[0, 1\]"
-    ):
-        open_sweep(finished, {**stored, "grid": {**stored["grid"], "seed": [0]}})
+    other = {**stored, "grid": {**stored["grid"], "seed": [0]}}
+    with pytest.raises(ConfigError, match=r"grid.seed \[0\]: the sweep has grid.seed \[0, 1\]"):
+        open_sweep(finished, other)
     with pytest.raises(ConfigError, match=r"with alpha 0.1: the sweep has alpha missing"):
         open_sweep(finished, {**stored, "alpha": 0.1})
-    with pytest.raises(RunError, match="is not a sweep's directory"):
-        open_sweep(tmp_path)
     edited = tmp_path / "edited"
     shutil.copytree(finished, edited)
     (edited / GRID).write_text(TEXT.replace("rounds = 12", "rounds = 15"))
@@ -248,7 +244,7 @@ def _raises(bits):
 
 
 def test_failures_cost_only_themselves(workers, tmp_path):
-    (tmp_path / "plugin.py").write_text(textwrap.dedent(PLUGIN))
+    (tmp_path / "plugin.py").write_text(PLUGIN)
     (tmp_path / "doom").touch()
     directory = tmp_path / "sweep"
     grid = f'rounds = 4\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\n'

@@ -103,7 +103,7 @@ def mutate(frame, frames, random):
     data, length = frame
     body = bytearray(data[:-4] if len(data) > 4 else data)
     for _ in range(random.randrange(1, 4)):
-        body = _MUTATIONS[random.randrange(len(_MUTATIONS))](body, frames, random)
+        damage(body, frames, random)
     if random.random() < 0.1:
         length = random.choice([0, 1, length + 1, max(0, length - 1), 2 * length, 1000])
     if random.random() < 0.1:
@@ -111,75 +111,36 @@ def mutate(frame, frames, random):
     return sealed(bytes(body), length), length
 
 
-def _flip(body, frames, random):
-    for _ in range(random.randrange(1, 9)):
-        if body:
-            body[random.randrange(len(body))] ^= 1 << random.randrange(8)
-    return body
-
-
-def _overwrite(body, frames, random):
+def damage(body, frames, random):
+    """Damage some bytes in one of nine ways."""
     at = random.randrange(len(body) + 1)
-    new = random.choices([0, 1, 127, 128, 255, random.randrange(256)], k=random.randrange(1, 9))
-    body[at : at + len(new)] = bytes(new)
-    return body
-
-
-def _truncate(body, frames, random):
-    return body[: random.randrange(len(body) + 1)]
-
-
-def _insert(body, frames, random):
-    at = random.randrange(len(body) + 1)
-    return body[:at] + random.randbytes(random.randrange(1, 9)) + body[at:]
-
-
-def _delete(body, frames, random):
-    at = random.randrange(len(body) + 1)
-    return body[:at] + body[at + random.randrange(1, 9) :]
-
-
-def _splice(body, frames, random):
-    other = frames[random.randrange(len(frames))][0]
-    return body[: random.randrange(len(body) + 1)] + other[random.randrange(len(other)) :]
-
-
-def _claim_huge(body, frames, random):
-    """Put a huge varint where a length is, or may be."""
-    huge = write_varint(random.randrange(1 << 20, 1 << 62))
-    at = random.choice([1, 4, 5, 6, 7, random.randrange(len(body) + 1)])
-    return body[:at] + huge + body[at + random.randrange(0, 3) :]
-
-
-def _change_head(body, frames, random):
-    """Keep the payload under another mode, width, grid or step."""
-    if len(body) > 4:
-        body[0] = 0x20 | random.choice(list(Mode))
-        body[1] = random.randrange(32)
-        body[2:4] = random.randbytes(2)
-    return body
-
-
-def _change_table(body, frames, random):
-    """Damage where section head, frequency table and coder states are."""
-    for _ in range(random.randrange(1, 5)):
-        at = random.randrange(4, 24)
-        if at < len(body):
-            body[at] = random.randrange(256)
-    return body
-
-
-_MUTATIONS = (
-    _flip,
-    _overwrite,
-    _truncate,
-    _insert,
-    _delete,
-    _splice,
-    _claim_huge,
-    _change_head,
-    _change_table,
-)
+    match random.randrange(9):
+        case 0 if body:
+            for _ in range(random.randrange(1, 9)):
+                body[random.randrange(len(body))] ^= 1 << random.randrange(8)
+        case 1:
+            values = [0, 1, 127, 128, 255, random.randrange(256)]
+            new = random.choices(values, k=random.randrange(1, 9))
+            body[at : at + len(new)] = bytes(new)
+        case 2:
+            del body[at:]
+        case 3:
+            body[at:at] = random.randbytes(random.randrange(1, 9))
+        case 4:
+            del body[at : at + random.randrange(1, 9)]
+        case 5:
+            other = random.choice(frames)[0]
+            body[at:] = other[random.randrange(len(other)) :]
+        case 6:  # a huge varint where a length is, or may be
+            at = random.choice([1, 4, 5, 6, 7, at])
+            huge = write_varint(random.randrange(1 << 20, 1 << 62))
+            body[at : at + random.randrange(0, 3)] = huge
+        case 7 if len(body) > 4:  # the payload under another mode, width, grid or step
+            head = [0x20 | random.choice(list(Mode)), random.randrange(32)]
+            body[:4] = bytes(head) + random.randbytes(2)
+        case 8:  # where section head, frequency table and coder states are
+            for at in random.choices(range(4, 24), k=random.randrange(1, 5)):
+                body[at : at + 1] = random.randbytes(1) if at < len(body) else b""
 
 
 def attack(count, seed):

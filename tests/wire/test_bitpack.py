@@ -15,18 +15,15 @@ def random_levels(width, length, seed=0):
     return levels.astype(level_dtype(width))
 
 
-def packed_by_numpy(levels, width):
-    bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
-    return np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
-
-
 @settings(deadline=None)
 @given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 2**32 - 1))
 def test_kernels_agree_with_numpy(width, length, seed):
     levels = random_levels(width, length, seed)
     packed = pack(levels, width)
     assert len(packed) == packed_size(length, width)
-    np.testing.assert_array_equal(packed, packed_by_numpy(levels, width))
+    bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
+    by_numpy = np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
+    np.testing.assert_array_equal(packed, by_numpy)
     unpacked = unpack(packed, width, length)
     assert unpacked.dtype == levels.dtype
     np.testing.assert_array_equal(unpacked, levels)

@@ -1,7 +1,5 @@
 """The context coder: round trips, sizes, and what it does with bytes it did not write."""
 
-import os
-import subprocess
 import sys
 
 import numpy as np
@@ -10,14 +8,17 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aqg.core.grids import num_levels
 from aqg.core.track import direction_of
 from aqg.errors import WireError
 from aqg.wire.bitpack import pack
 from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
 
+from tests.commands import run
+from tests.wire.samples import measured_entropy, uploads
+
 GOLDEN = "05070335b11047c8d2c012b486cc42e252004bb19da56ef40c75ca4d6701cb55"
 GOLDEN_WITH_HINTS = "050700016c9cd1ec0e01d789e2969664cdff85281531c85c8fbfaa8bb2cf9de81d165347f8de"
-ALPHABETS = (1, 2, 3, 4, 7, 15, 16, 17, 255, 256, 257, 65535, 65536)
 
 
 def smooth_levels(num_symbols, rows=784, columns=10, seed=0):
@@ -32,35 +33,9 @@ def smooth_levels(num_symbols, rows=784, columns=10, seed=0):
     return levels.ravel().astype(np.uint8 if num_symbols <= 256 else np.uint16)
 
 
-def zero_order_bytes(levels):
-    share = np.bincount(levels) / len(levels)
-    share = share[share > 0]
-    return float(-(share * np.log2(share)).sum() * len(levels) / 8)
-
-
-@st.composite
-def messages(draw):
-    """Levels of any alphabet: uniform, peaked, constant, or repeating."""
-    num_symbols = draw(st.sampled_from(ALPHABETS))
-    count = draw(st.integers(0, 400))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    shape = draw(st.sampled_from(["uniform", "peaked", "constant", "periodic"]))
-    middle = (num_symbols - 1) / 2
-    if shape == "uniform":
-        levels = rng.integers(0, num_symbols, count)
-    elif shape == "peaked":
-        scale = draw(st.sampled_from([0.1, 0.5, 3.0, 1000.0]))
-        levels = np.rint(rng.laplace(middle, scale, count)).clip(0, num_symbols - 1)
-    elif shape == "constant":
-        levels = np.full(count, draw(st.integers(0, num_symbols - 1)))
-    else:
-        levels = np.resize(rng.integers(0, num_symbols, draw(st.integers(1, 50))), count)
-    return levels.astype(np.uint8 if num_symbols <= 256 else np.uint16), num_symbols
-
-
-@given(messages(), st.booleans())
-def test_decodes_what_it_encodes(message, with_hints):
-    levels, num_symbols = message
+@given(uploads(max_length=400), st.booleans())
+def test_decodes_what_it_encodes(upload, with_hints):
+    levels, num_symbols = upload.levels, num_levels(upload.grid, upload.width)
     hints = None
     if with_hints:
         hints = np.random.default_rng(0).integers(-128, 128, len(levels)).astype(np.int8)
@@ -90,15 +65,9 @@ def test_bytes_are_the_same_without_compiled_code():
         "    print(payload.hex())\n"
     )
     arguments = [levels.tobytes().hex(), "u1", "15", wide.tobytes().hex(), "u2", "65536"]
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == [encode(levels, 15).hex(), encode(wide, 65536).hex()]
+    python = (sys.executable, "-W", "error", "-c")
+    said = run(*python, code, *arguments, NUMBA_DISABLE_JIT="1").split()
+    assert said == [encode(levels, 15).hex(), encode(wide, 65536).hex()]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +79,7 @@ def test_uses_structure_that_frequencies_do_not_show(num_symbols, share):
     size = len(encode(levels, num_symbols))
     compress = zstandard.ZstdCompressor(level=19).compress
     width = (num_symbols - 1).bit_length()
-    assert size < share * zero_order_bytes(levels)
+    assert size < share * measured_entropy(levels) * len(levels) / 8
     assert size < len(compress(levels.tobytes()))
     assert size < len(compress(pack(levels, width).tobytes()))
 

@@ -26,6 +26,7 @@ from aqg.wire.entry import (
 from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.problems import soak
+from tests.wire.hostile import damage
 from tests.wire.logs import (
     LENGTH,
     MOVEMENT,
@@ -186,18 +187,7 @@ def test_damaged_logs_and_snapshots_never_crash(seed, recipe):
         index = random.randrange(3)
         body = bytearray(frames[index][:-4])
         for _ in range(random.randrange(1, 4)):
-            place = random.randrange(len(body))
-            action = random.randrange(4)
-            if action == 0:
-                body[place] ^= 1 << random.randrange(8)
-            elif action == 1:
-                body[place:place] = random.randbytes(random.randrange(1, 6))
-            elif action == 2:
-                del body[place : place + random.randrange(1, 6)]
-            else:
-                body[place : place + 2] = b"\xff\xff"
-            if not body:
-                break
+            damage(body, [(frame, LENGTH) for frame in frames], random)
         try:
             read_frame(sealed(bytes(body)), recipe)
         except WireError:

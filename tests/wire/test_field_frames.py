@@ -64,12 +64,9 @@ def test_sparse_frames_reach_the_entropy_of_random_places():
         ) / math.log(2)
         bound = (places_bits + count) / 8
         assert bound * 0.98 < encoded_size(message) < bound * 1.03 + 40
-        assert encoded_size(message) <= 20 + encoded_size(ternary(message))
-
-
-def ternary(message):
-    levels = (np.sign(message.values(np.float64)) + 1).astype(np.uint8)
-    return Upload(levels, 1.0, 2, Grid.MIDTREAD)
+        levels = (np.sign(message.values(np.float64)) + 1).astype(np.uint8)
+        ternary = Upload(levels, 1.0, 2, Grid.MIDTREAD)
+        assert encoded_size(message) <= 20 + encoded_size(ternary)
 
 
 def test_clustered_places_take_less():

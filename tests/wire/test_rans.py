@@ -18,13 +18,7 @@ from aqg.wire.sections import (
 )
 from aqg.wire.tables import Table, choose_table, least_bits, read_table, write_table
 
-from tests.wire.samples import laplace_probabilities
-
-
-def information_bytes(symbols, table):
-    """Return ``Σ -log2 p(symbol) / 8`` under the table: no coder can do better."""
-    p = table.frequencies[symbols] / 2.0**table.scale_bits
-    return float(-np.log2(p).sum() / 8)
+from tests.wire.samples import laplace_probabilities, measured_entropy
 
 
 def as_array(data):
@@ -76,13 +70,13 @@ def test_size_is_the_information_content(lanes, entropy_bits):
     p = laplace_probabilities(256, entropy_bits)
     symbols = random.choice(256, 200_000, p=p).astype(np.uint8)
     table, _ = choose_table(np.bincount(symbols, minlength=256))
-    information = information_bytes(symbols, table)
+    # Under the table, no coder can do better.
+    information = -np.log2(table.frequencies[symbols] / 2.0**table.scale_bits).sum() / 8
     size = len(encode_symbols(symbols, table, lanes))
     # The states hold the last bits; a word is 2 bytes. Nothing else may be lost.
     assert information - 1 <= size <= information * 1.0002 + lanes * STATE_BYTES + 2
     # And the table itself must be near the best one there is.
-    counts = np.bincount(symbols)
-    best = float(-(counts[counts > 0] * np.log2(counts[counts > 0] / len(symbols))).sum() / 8)
+    best = len(symbols) * measured_entropy(symbols) / 8
     assert information + len(write_table(table)) <= 1.002 * best + 40
 
 

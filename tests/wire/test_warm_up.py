@@ -1,10 +1,11 @@
 """After `warm_up`, no message meets a kernel that has not been compiled."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run
 
 SCRIPT = """
 import pkgutil, importlib
@@ -58,11 +59,5 @@ print("ok")
 
 @pytest.mark.soak
 def test_warm_up_compiles_everything():
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == "ok\n", result.stderr
+    root = Path(__file__).parents[2]
+    assert run(sys.executable, "-W", "error", "-c", SCRIPT, cwd=root) == "ok\n"

@@ -34,9 +34,6 @@ def problem(seed, dtype, clients=4, test=True):
     own = list(zip(x[1:], y[1:]))
     test = (x[0], y[0]) if test else None
     return Problem.from_module(nn.Linear(3, 2), own, test=test, dtype=dtype)
-
-def number():
-    return 7
 """
 NAME = "mine.py:problem:clients=5"
 SPEC = ("--problem", NAME)
@@ -50,10 +47,8 @@ def home(tmp_path_factory):
     (folder / "mine.py").write_text(PROBLEM)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = run_app(
-            ["compare", "onebit", *SPEC, *GOAL, "--seeds", "2", "--jobs", "1", "--out", "c"]
-        )
-        assert done == 0
+        options = ["--seeds", "2", "--jobs", "1", "--out", "c"]
+        assert run_app(["compare", "onebit", *SPEC, *GOAL, *options]) == 0
     return folder
 
 
@@ -98,9 +93,8 @@ def test_every_trial_has_an_outcome_and_every_recipe_a_cell(home):
     assert pairs == {(recipe, seed) for recipe in ("fedavg", "onebit") for seed in (0, 1)}
     assert {outcome.ending for outcome in outcomes.values()} == {"reached"}
     cells = json.loads((home / "c/results.json").read_text())["cells"]
-    assert {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells} == {
-        *(("fedavg", FIXED, 2), ("onebit", FIXED, 2))
-    }
+    found = {(cell["recipe"], cell["goal"], cell["num_reached"]) for cell in cells}
+    assert found == {("fedavg", FIXED, 2), ("onebit", FIXED, 2)}
 
 
 def test_a_report_shows_the_runs(home, tmp_path, capsys):
@@ -173,8 +167,6 @@ def test_tasks_stay_in_order(folder):
         ((*SPEC, *GOAL, "--set", "round=3"), "unknown setting 'round'"),
         ((*SPEC, *GOAL, "--dataset", "digits"), "give one of them"),
         (("--problem", "mine.py:nothing", *GOAL), "has no function 'nothing'"),
-        (("--problem", "mine.py:number", *GOAL), "returned int; it must return"),
-        (("--problem", "other.py:problem", *GOAL), "other.py' cannot be read"),
         ((*SPEC, "--target", "5"), "loss 5, is met before the first round ("),
     ],
 )  # fmt: skip

@@ -53,11 +53,8 @@ def summary(half, size, rounds=50, top=0.9, ending="reached"):
 def falling(cost, ending="reached", rounds=1):
     """What a run leaves that is at a fixed target after so many rounds and bytes, and stays."""
     later = 0.0001 if ending == "reached" else 0.5
-    curve = {
-        "values": [*[0.7] * rounds, *[later] * 20],
-        "bytes": [*range(rounds), *[cost] * 20],
-        "tests": [],
-    }
+    values, sizes = [*[0.7] * rounds, *[later] * 20], [*range(rounds), *[cost] * 20]
+    curve = {"values": values, "bytes": sizes, "tests": []}
     found = {"ending": ending, "upload_bytes": cost // 10}
     return {"curve": curve, "outcome": found, "diverged": False}
 
@@ -145,9 +142,8 @@ def test_where_the_target_is_fixed_nobody_waits(tmp_path):
     stuck = [job.trial for job in ended if job.trial.task == FIXED.name]
     assert {t.seed for t in stuck if t.recipe == FEDAVG} == {0}
     assert {t.recipe for t in stuck if t.seed == 1} == {"auto", "stc"}
-    assert {job.trial.recipe for job in ended if job.trial.task == TASK.name} == {
-        *(FEDAVG, "auto", "stc")
-    }
+    others = {job.trial.recipe for job in ended if job.trial.task == TASK.name}
+    assert others == {FEDAVG, "auto", "stc"}
     plan.take(slow, falling(800))
     assert {job.trial.seed for job in run_all(plan)} >= {1}
     ours = next(job for job in ended if job.trial.recipe == "auto" and job.trial.task == FIXED.name)
@@ -168,13 +164,8 @@ def test_all_seeds_for_who_is_close_and_fewer_for_who_is_far(tmp_path):
     seeds = {recipe: set() for recipe in comparison.recipes}
     for job in jobs:
         seeds[job.trial.recipe].add(job.trial.seed)
-    assert {recipe: len(found) for recipe, found in seeds.items()} == {
-        FEDAVG: 5,
-        "auto": 5,
-        "stc": 5,
-        "qsgd": 3,
-        "topk": 3,
-    }
+    found = {recipe: len(seen) for recipe, seen in seeds.items()}
+    assert found == {FEDAVG: 5, "auto": 5, "stc": 5, "qsgd": 3, "topk": 3}
 
 
 def test_it_goes_on_where_it_stopped(tmp_path):
@@ -299,8 +290,6 @@ def test_a_comparison_survives_its_directory(tmp_path):
         Comparison.open(tmp_path / "c")
     with pytest.raises(RunError, match=r"is not a comparison's directory: it has no compare\.json"):
         Comparison.open(tmp_path)
-    with pytest.raises(ConfigError, match="seeds is 0; it must be at least 1"):
-        Comparison((FIXED,), (FEDAVG,), seeds=0)
 
 
 def test_a_comparison_grows_and_has_parts():

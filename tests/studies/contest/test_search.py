@@ -96,21 +96,20 @@ def test_steps_then_parameters_then_the_downlink_then_the_steps_beside():
     assert "downlink" not in Setting("stc").to_json()
 
 
-def test_a_search_ends_in_the_middle_or_at_the_end_of_its_ladder():
-    steps = Ladder("step", tuple(2.0**k for k in range(-3, 8)), (1.0, 2.0, 4.0))
-    for best in (0.125, 0.5, 2.0, 32.0, 128.0):
-        tried = {}
-        while points := next_points([steps], tried.get):
-            tried |= {point: abs(point[0] - best) for point in points}
-        assert min(tried, key=tried.get) == (best,)
+POWERS = Ladder("step", tuple(2.0**k for k in range(-3, 8)), (1.0, 2.0, 4.0))
+WITH_ITS_OWN = Ladder("step", (0.25, 0.5, 1, 2), (1, 2, SELF_SETTING))
 
 
-def test_a_step_of_its_own_hides_no_shorter_one():
-    steps = Ladder("step", (0.25, 0.5, 1, 2), (1, 2, SELF_SETTING))
+@pytest.mark.parametrize(
+    ("steps", "best"),
+    [*((POWERS, best) for best in (0.125, 0.5, 2.0, 32.0, 128.0)), (WITH_ITS_OWN, 0.25)],
+)
+def test_a_search_ends_in_the_middle_or_at_the_end_of_its_ladder(steps, best):
+    """A step of its own, which is worse here than all others, hides no shorter one."""
     tried = {}
     while points := next_points([steps], tried.get):
-        tried |= {point: point[0] if point[0] else 9 for point in points}
-    assert min(tried, key=tried.get) == (0.25,)
+        tried |= {(step,): abs(step - best) if step else 9 for (step,) in points}
+    assert min(tried, key=tried.get) == (best,)
 
 
 def test_a_quick_search_takes_the_first_two_of_each():

@@ -56,9 +56,8 @@ def test_the_documents_tables_and_sentences_are_those_of_the_data(stored):
     shown = {table.name for table in tables}
     both = "".join(texts)
     assert sorted(re.findall("<!-- table: ([a-z0-9-]+) -->", both)) == sorted(shown)
-    assert sorted(re.findall("<!-- text: ([a-z0-9-]+) -->", both)) == sorted(
-        p.name for p in passages
-    )
+    spoken = [passage.name for passage in passages]
+    assert sorted(re.findall("<!-- text: ([a-z0-9-]+) -->", both)) == sorted(spoken)
     for text in texts:
         assert refresh(text, tables, passages) == text
 
