@@ -322,6 +322,10 @@ class Channel:
             self._tried.add(place)
         return first if is_shorter else b""
 
+    def is_new(self, node: int) -> bool:
+        """Tell whether a node has never answered, or has lost what it had."""
+        return self._place(node) not in self._positions
+
     def is_compact(self, node: int) -> bool:
         """Tell whether a node that has never answered was sent the first model in few bytes."""
         place = self._place(node)
