@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -43,9 +44,9 @@ class Recorder(SparseTernary):
 
     seen: list[tuple[Upload, SparseUpload]]
 
-    def quantize(self, delta, innovation, width, key):
-        upload = super().quantize(delta, innovation, width, key)
-        self.seen.append((upload, TopK(self.keep).quantize(delta, innovation, width, key)))
+    def quantize(self, vector, request):
+        upload = super().quantize(vector, request)
+        self.seen.append((upload, TopK(self.keep).quantize(vector, request)))
         return upload
 
 
@@ -54,7 +55,7 @@ def record(problem: Problem, share: float) -> list[tuple[Upload, SparseUpload]]:
     recorder = Recorder(share)
     object.__setattr__(recorder, "seen", [])
     recipe = dataclasses.replace(make_recipe("stc"), quantizer=recorder)
-    training = Training(LocalTraining(batch_size=64, steps=5, rate=0.1))
+    training = Training(local=LocalTraining(batch_size=64, steps=5, rate=0.1))
     simulation = FastSimulation(problem, recipe, 0.05, training=training)
     for _ in range(ROUNDS):
         simulation.run_round(evaluate=False)
@@ -111,9 +112,16 @@ def seconds(function: Callable[[], object]) -> float:
 
 def main() -> None:
     config = RunConfig(
-        "stc", "mnist", "dirichlet:0.3", "mlp:200", 10, ROUNDS, 0.05, dtype="float32"
+        recipe="stc",
+        dataset="mnist",
+        partition="dirichlet:0.3",
+        model="mlp:200",
+        clients=10,
+        rounds=ROUNDS,
+        alpha=0.05,
+        dtype="float32",
     )
-    problem = build_problem(config)
+    problem = build_problem(config, os.environ.get("AQG_DATA_DIR"))
     names = ("kept", "k", "entropy", "gaps", "rANS", "context", "stc frame", "topk frame")
     print("| " + " | ".join((*names, "size ms", "encode ms", "decode ms")) + " |")
     print("|" + "---|" * (len(names) + 3))
