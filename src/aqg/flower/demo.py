@@ -119,21 +119,14 @@ class Demo:
         ``plain_bytes`` is what a gradient and a model as float32 in every round would have taken.
         """
         num_params = build_problem(digits_config(self.settings)).objective.num_params
-        totals = [
-            [sum(row[name][node] for row in rows) for name in (UPLOADS, DOWNLOADS)]
-            for node in range(self.nodes)
-        ]
-        return [
-            {
-                "node": node,
-                "uploads": sum(row["widths"][node] > 0 for row in rows),
-                "upload_bytes": up,
-                "download_bytes": down,
-                "total_bytes": up + down,
-                "plain_bytes": 2 * _FLOAT_BYTES * num_params * len(rows),
-            }
-            for node, (up, down) in enumerate(totals)
-        ]
+        table = []
+        for node in range(self.nodes):
+            up, down = (sum(row[name][node] for row in rows) for name in (UPLOADS, DOWNLOADS))
+            uploads = sum(row["widths"][node] > 0 for row in rows)
+            plain_bytes = 2 * _FLOAT_BYTES * num_params * len(rows)
+            sent = {"upload_bytes": up, "download_bytes": down, "total_bytes": up + down}
+            table.append({"node": node, "uploads": uploads, **sent, "plain_bytes": plain_bytes})
+        return table
 
 
 class _Reporter(RunLogger):

@@ -57,10 +57,6 @@ def first_lineage(epoch: int) -> bytes:
     return hashlib.blake2b(b"zero %d" % epoch, digest_size=DIGEST_BYTES).digest()
 
 
-def next_lineage(digest: bytes, frame: bytes) -> bytes:
-    return hashlib.blake2b(frame, key=digest, digest_size=DIGEST_BYTES).digest()
-
-
 def content_digest(lineage: bytes, track: Track) -> bytes:
     """Return the digest of a link: of how it came to be, and of every bit it consists of."""
     digest = hashlib.blake2b(key=lineage, digest_size=STATE_DIGEST_BYTES)
@@ -68,6 +64,12 @@ def content_digest(lineage: bytes, track: Track) -> bytes:
     digest.update(np.ascontiguousarray(mirror, mirror.dtype.newbyteorder("<")).data)
     digest.update(np.ascontiguousarray(track.direction).data)
     return digest.digest()
+
+
+def after_upload(stamp: Stamp, frame: bytes, track: Track) -> tuple[Stamp, bytes]:
+    """Return stamp and lineage of a link that a frame has moved, the same on both sides."""
+    lineage = hashlib.blake2b(frame, key=stamp.digest, digest_size=DIGEST_BYTES).digest()
+    return Stamp(stamp.epoch, stamp.uploads + 1, content_digest(lineage, track)), lineage
 
 
 class Snapshot(NamedTuple):
@@ -166,9 +168,7 @@ def answer(
     if isinstance(message, Skip):
         new = old._replace(state=state)
     else:
-        lineage = next_lineage(old.stamp.digest, frame)
-        digest = content_digest(lineage, state.track)
-        stamp = Stamp(old.stamp.epoch, old.stamp.uploads + 1, digest)
+        stamp, lineage = after_upload(old.stamp, frame, state.track)
         new = Snapshot(state, lineage, stamp)
     fault = (message.fault or "") if isinstance(message, Skip) else ""
     reply = Reply(
@@ -233,9 +233,7 @@ def take_reply(
             track = follow(peer.track, message, memory=recipe.memory)
         if not np.isfinite(track.position).all():
             raise MessageError("the mirror would hold NaN or infinity after the frame")
-        lineage = next_lineage(stamp.digest, reply.frame)
-        digest = content_digest(lineage, track)
-        stamp = Stamp(stamp.epoch, stamp.uploads + 1, digest)
+        stamp, lineage = after_upload(stamp, reply.frame, track)
         peer = peer._replace(track=track, held=peer.held._replace(stamp=stamp, lineage=lineage))
     if reply.digest != peer.held.stamp.digest:
         raise MessageError(
