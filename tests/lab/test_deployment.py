@@ -129,12 +129,15 @@ def test_training_survives_a_lost_reply_and_a_killed_node(deployment, tmp_path):
     run.submit(FOREVER)
     run.wait_for_clean_round(after=1)
     disturb(run, {1: ("drop", "error", "rollback")})
-    before = run.last_round
-    deployment.kill_node(2)
-    gone = run.wait_for_incident("missing|error", 2, after=before)
-    back = run.wait_for_clean_round(after=gone)["round"]
-    happened = {kind for row in run.rows()[before:back] for kind in incidents_of(row, 2)}
-    assert not happened & {"resync", "lost"}
+    for _ in range(5):  # between two rounds a node may be back before anyone misses it
+        before = run.last_round
+        deployment.kill_node(2)
+        back = run.wait_for_clean_round(after=before + 2)["round"]
+        happened = {kind for row in run.rows()[before:back] for kind in incidents_of(row, 2)}
+        assert not happened & {"resync", "lost"}
+        if happened & {"missing", "error"}:
+            break
+    assert happened & {"missing", "error"}
     deployment.stop_run(run.number)
     for client in range(3):
         assert run.mirrors_settle(client)
