@@ -63,7 +63,8 @@ ROWS = {
     "default": Row("as it is"),
     "draws": Row("draws from clients that are always there, too", recipe="auto:share=0"),
     "share": Row("signs of all coordinates, and the rest of each is kept", recipe="auto:share=1"),
-    "half": Row("half of the energy, not nine tenths", recipe="auto:share=0.5"),
+    "most-of-it": Row("nine tenths of the energy, not three quarters", recipe="auto:share=0.9"),
+    "half": Row("half of the energy", recipe="auto:share=0.5"),
     "walk": Row(
         "what is not sent is kept, even where the model gets nowhere",
         constants=((budget.Budget, "while_steady", lambda *_: budget.Budget()),),
@@ -78,7 +79,8 @@ ROWS = {
     "widest": Row("first step not bounded by averaging's", {"widest": 1e9}),
     "start": Row("first step is averaging's", {"first": 1e9, "widest": 1.0}),
     "average": Row("no mean over the last models", {"average": 0.0}),
-    "ratio": Row("entries as long as a mean upload", downlink="condensed:ratio=1"),
+    "ratio": Row("entries as long as a mean upload", downlink="condensed:ratio=1:away=0.5"),
+    "away": Row("entries as long, however few are asked", downlink="condensed:ratio=0.5"),
     "fewest": Row(
         "no least number of coordinates in an entry", constants=((downlink, "_FEWEST", 1),)
     ),

@@ -8,7 +8,7 @@ nothing; see `aqg.core.policies.Tolerance`.
 
 *Clients that are asked in every round* send the coordinates that matter most now and keep the rest
 for later. Of ``u = g + e``, the update and what is left of earlier ones, a client takes the fewest
-coordinates that hold nine tenths of the energy ``‖u‖₂²`` (`Share`), sends their signs and their
+coordinates that hold three quarters of the energy ``‖u‖₂²`` (`Share`), sends their signs and their
 mean magnitude, and keeps ``e ← u - Q(u)``. At least half of what is left is sent in every few
 rounds, so that nothing waits for long, and nothing is lost. Peaked updates send few coordinates,
 dense ones many.
@@ -31,7 +31,10 @@ The server chooses ``b`` so that the sum of a round's uploads carries as much no
 (`aqg.core.budget`).
 
 **The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`), and the mean over the last
-models is what counts. **The downlink** is `aqg.core.downlink.Condensed`.
+models is what counts. **The downlink** is `aqg.core.downlink.Condensed`, with entries of ``½·√p``
+mean uploads where a share ``p`` of the clients is asked in a round: a client that comes back pays
+for ``1/p`` entries, and if ``r`` mean uploads in each make training ``1 + c/r`` times as long, the
+bytes ``(1 + c/r)·(1 + r/p)`` are least at ``r = √(c·p)``.
 
 ``docs/explanation/default-recipe.md`` lists every number, and what training is like without it.
 """
@@ -52,14 +55,15 @@ from aqg.core.stages import ErrorFeedback, Outcome, StageState
 from aqg.core.types import FloatArray
 from aqg.errors import require
 
-SHARE = 0.9
+SHARE = 0.75
 """Of the energy of an update and what is left of earlier ones, what a client sends in a round."""
 NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
 FIRST, LONGEST_FIRST, AVERAGE, MOST = 0.2, 16, 8, 2
 """Options of `aqg.core.step_sizes.DistanceOverGradients`."""
-RATIO = 0.5
-"""Coordinates of an entry, in those of a mean upload."""
+RATIO, AWAY = 0.5, 0.5
+"""Coordinates of an entry, in those of a mean upload, times this power of the share of clients that
+are asked in a round."""
 WIDEST = 3.0
 """Exact gradients: the tolerance of clients that differ from the others, at most."""
 
@@ -67,7 +71,7 @@ EXACT_TOLERANCE = 0.4
 """Exact gradients: tolerance of the downlink; half as much costs a tenth more bytes in total."""
 
 STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}:most={MOST}"
-DOWNLINK = f"condensed:ratio={RATIO}"
+DOWNLINK = f"condensed:ratio={RATIO}:away={AWAY}"
 EXACT_DOWNLINK = f"condensed:tolerance={EXACT_TOLERANCE}"
 
 _WIDTH = 8

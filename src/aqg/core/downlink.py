@@ -67,6 +67,9 @@ class Condensed:
     # the share of the coordinates of the position that are corrected, in place of ``ratio``; 0: as
     # ``ratio`` says
     keep: float = 0.0
+    # the power of the share of clients in a round by which ``ratio`` is less: a client that is
+    # asked in one round of ten receives the entries of ten
+    away: float = 0.0
 
     name = "condensed"
 
@@ -77,6 +80,7 @@ class Condensed:
         is_fine = float(self.bits).is_integer() and 1 <= self.bits <= 8
         require(is_fine, "bits", self.bits, "a whole number in 1..8")
         require(0 <= self.keep <= 1, "keep", self.keep, "at least 0 and at most 1")
+        require(0 <= self.away <= 1, "away", self.away, "at least 0 and at most 1")
 
     @property
     def of_velocity(self) -> Recipe:
@@ -84,15 +88,17 @@ class Condensed:
         quantizer = GridQuantizer(Grid.MIDTREAD, int(self.bits))
         return Recipe(policy=Tolerance(), quantizer=quantizer, max_staleness=_FOREVER)
 
-    def of_position(self, num_params: int, num_sent: int, senders: float) -> Recipe:
+    def of_position(self, num_params: int, num_sent: int, senders: float, sampled: float) -> Recipe:
         """Return the recipe for positions.
 
-        ``num_sent`` coordinates are in all uploads of the round, of which ``senders`` are expected.
+        ``num_sent`` coordinates are in all uploads of the round, of which ``senders`` are expected
+        from the ``sampled`` share of the clients.
         """
         if self.keep:
             count = num_kept(self.keep, num_params)
         else:
-            count = max(_FEWEST, round(self.ratio * num_sent / max(1.0, senders)))
+            ratio = self.ratio * sampled**self.away
+            count = max(_FEWEST, round(ratio * num_sent / max(1.0, senders)))
         if count > _MANY * num_params:
             return _ALL
         return Recipe(policy=Always(TERNARY_WIDTH), quantizer=_Ternary(count))
@@ -119,7 +125,7 @@ def make_downlink(spec: str) -> Downlink:
     """Make a downlink from its name and options.
 
     >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0)
+    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, away=0.0)
     """
     return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
 
@@ -133,7 +139,7 @@ def describe_downlink(downlink: Downlink) -> str:
     options = [
         f"{field.name}={getattr(downlink, field.name)!r}"
         for field in fields(downlink)
-        if field.name != "keep" or getattr(downlink, field.name)
+        if field.name not in ("keep", "away") or getattr(downlink, field.name)
     ]
     return ":".join([downlink.name, *options])
 

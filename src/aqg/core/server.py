@@ -308,7 +308,8 @@ def _catch_up(
     params, rest = model.parameters, model.rest + update
     uploads: list[AnyUpload] = []
     if space.any(model.total):  # else as if no one had sent: equal sums are published alike
-        coder = step.downlink.of_position(len(params), model.num_sent, step.senders(num_clients))
+        senders = step.senders(num_clients)
+        coder = step.downlink.of_position(len(params), model.num_sent, senders, step.sampled)
         vector, terms = rest * math.copysign(1.0, -step.size), Terms(0.0, np.zeros(1, np.int64))
         uploads, found = correct(space, coder, None, _FIRST, vector[None], terms)
         if len(found.faulty):  # a run that diverges: its steps are beyond any grid
