@@ -31,7 +31,7 @@ import typer
 
 import aqg
 from aqg.cli.app import app, run_app
-from aqg.core.auto import AVERAGE, FIRST, LONGEST_FIRST, NOISE, RATIO
+from aqg.core.auto import AVERAGE, AWAY, FIRST, LONGEST_FIRST, NOISE, RATIO, SHARE
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import DataError
@@ -292,8 +292,10 @@ def test_the_numbers_of_the_default_are_those_of_the_code():
     told = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
     for text in (f"ν = {NOISE:g}", f"{FIRST:g}", f"{LONGEST_FIRST:g}", f"γ = {AVERAGE:g}"):
         assert text in told, text
-    assert RATIO == 0.5
-    assert "half as many as a mean upload" in page
+    assert RATIO == AWAY == 0.5
+    assert SHARE == 0.75
+    assert "three quarters of the\nenergy" in page
+    assert "`½·√p` times as many as a mean upload has" in page
 
 
 def test_the_bounds_of_adaptive_steps_are_those_of_the_code():

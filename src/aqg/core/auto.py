@@ -9,9 +9,8 @@ nothing; see `aqg.core.policies.Tolerance`.
 *Clients that are asked in every round* send the coordinates that matter most now and keep the rest
 for later. Of ``u = g + e``, the update and what is left of earlier ones, a client takes the fewest
 coordinates that hold three quarters of the energy ``‖u‖₂²`` (`Share`), sends their signs and their
-mean magnitude, and keeps ``e ← u - Q(u)``. At least half of what is left is sent in every few
-rounds, so that nothing waits for long, and nothing is lost. Peaked updates send few coordinates,
-dense ones many.
+mean magnitude, and keeps ``e ← u - Q(u)``. Nothing is lost, and what waits grows until it is sent.
+Peaked updates send few coordinates, dense ones many.
 
 *Clients that are sampled* may never be asked again, so what they keep would be lost. They remember
 nothing. Every coordinate of ``g`` is rounded at random to a multiple of one step,
