@@ -1,17 +1,5 @@
 """Partitions: which client holds which training samples.
 
-=============== =============================================================================
-spec            what a client holds
-=============== =============================================================================
-iid             a random part of everything
-label           one label only: client m has label m mod num_classes
-source          a part of one original set (for datasets made of several), in the set's order
-source:shuffled the same, but a random part
-natural         what the data say is its own (for files that hold ``client``)
-dirichlet:A     of every label a random proportion, drawn from Dirichlet(A); small A: very uneven
-shards:K        K random pieces of the samples sorted by label
-=============== =============================================================================
-
 Every part is a sorted int64 array of indices into the training set. Parts never overlap, none is
 empty, and all but ``source`` use every sample. The same seed gives the same parts.
 """
