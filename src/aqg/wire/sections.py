@@ -77,11 +77,7 @@ _Plan: TypeAlias = tuple[Method, NDArray[np.uint8], Table]
 
 
 def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
-    """Write ``symbols``, all below ``alphabet.size``, as one section.
-
-    >>> encode_section(np.zeros(1000, np.uint8), Alphabet(width=4, size=15)).hex()
-    '3d8007'
-    """
+    """Write ``symbols``, all below ``alphabet.size``, as one section."""
     plan = _make_plan(symbols, alphabet)
     if plan is not None:
         method, chosen, table = plan
@@ -272,11 +268,7 @@ def decode_floats(
 
 
 def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:
-    """Write all planes, block by block.
-
-    >>> encode_planes([Plane(np.zeros(100, np.uint8), BYTES)] * 2, threads=1).hex()
-    '053d00000100053d00000100'
-    """
+    """Write all planes, block by block."""
     pieces = _pieces(planes)
     threads = _useful_threads(planes, threads)
     sections = map_threads(lambda piece: encode_section(*piece), pieces, threads)
