@@ -217,11 +217,7 @@ PARTITIONS: dict[str, Callable[..., Split]] = {
 
 
 def parse_partition(spec: str) -> Partition:
-    """Return the partition that ``spec`` names.
-
-    >>> parse_partition("dirichlet:0.3")
-    Partition(spec='dirichlet:0.3')
-    """
+    """Return the partition that ``spec`` names, such as ``dirichlet:0.3``."""
     return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
@@ -244,15 +240,7 @@ def partition_table(
 
 
 def format_partition_table(rows: Sequence[Mapping[str, int | str]]) -> str:
-    """Return the table as plain text; a dot stands for no sample.
-
-    >>> rows = [{"client": 0, "samples": 12, "label 0": 12, "label 1": 0},
-    ...         {"client": 1, "samples": 9, "label 0": 0, "label 1": 9}]
-    >>> print(format_partition_table(rows))
-    client  samples  label 0  label 1
-         0       12       12        .
-         1        9        .        9
-    """
+    """Return the table as plain text; a dot stands for no sample."""
     lines = ["  ".join(rows[0])]
     for row in rows:
         cells = {
