@@ -7,8 +7,7 @@ cannot run the module. Where clients train on minibatches, a `Session` lets the 
 numbers and change its buffers.
 
 One by one, a client's numbers are those of the client alone to the last bit. `vmap` adds up in
-another order: they agree to 1e-12 of the largest entry in float64, and to 1e-4 in float32. The
-simulator on the CPU, which promises bits, therefore does not stack modules.
+another order, so the simulator on the CPU, which promises bits, does not stack modules.
 """
 
 from __future__ import annotations
