@@ -51,24 +51,25 @@ def assert_close(found, expected, dtype):
     np.testing.assert_allclose(found, expected, rtol=0, atol=RELATIVE[dtype] * scale)
 
 
-class Branching(nn.Module):
-    """Asks for the value of a tensor, which vmap cannot give."""
-
+class OneLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 3)
+
+
+class Branching(OneLayer):
+    """Asks for the value of a tensor, which vmap cannot give."""
 
     def forward(self, inputs):
         outputs = self.linear(inputs)
         return outputs if inputs.sum() > 0 else 2 * outputs
 
 
-class Counting(nn.Module):
+class Counting(OneLayer):
     """Writes to its buffers, in place and by assignment, and uses one."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.ones(3))
 
@@ -78,11 +79,7 @@ class Counting(nn.Module):
         return self.linear(inputs) * self.scale * self.calls
 
 
-class FunctionalDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-
+class FunctionalDropout(OneLayer):
     def forward(self, inputs):
         return nn.functional.dropout(self.linear(inputs), 0.5, training=self.training)
 
