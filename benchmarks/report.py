@@ -98,7 +98,7 @@ def make_runs(root: Path, recipes: tuple[str, ...], seeds: int, rounds: int, cli
             summary = summarize(
                 recipe, lines, MINIMUM + 1e-3, {"accuracy": 0.9}, MINIMUM, config.goal
             )
-            client_bytes = ClientBytes.first(clients)
+            client_bytes = ClientBytes(clients)
             for line in lines:
                 client_bytes.add(line.record)
             row = summary | client_bytes.to_json()

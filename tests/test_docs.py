@@ -591,26 +591,16 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_every_page_is_built(site):
+def test_every_page_is_built_with_its_pictures_and_fetches_nothing_from_elsewhere(site):
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
-
-
-@pytest.mark.soak
-def test_nothing_is_fetched_from_elsewhere(site):
-    files = [*site.rglob("*.html"), *site.rglob("*.css")]
-    assert files
-    for file in files:
-        for target in loaded_from(file.read_text(encoding="utf-8")):
+    for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        text = file.read_text(encoding="utf-8")
+        for target in loaded_from(text):
             address = target.strip("\"'")
             assert not re.match(r"(https?:)?//", address), f"{file.relative_to(site)}: {address}"
-
-
-@pytest.mark.soak
-def test_pictures_are_in_the_site(site):
-    for page in site.rglob("*.html"):
-        for source in re.findall(r"<img[^>]*\ssrc=\"?([^\s\">]+)", page.read_text("utf-8")):
-            assert (page.parent / source).exists() or source.startswith("data:"), (page, source)
+        for source in re.findall(r"<img[^>]*\ssrc=\"?([^\s\">]+)", text):
+            assert (file.parent / source).exists() or source.startswith("data:"), (file, source)
 
 
 @pytest.mark.soak

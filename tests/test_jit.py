@@ -88,14 +88,21 @@ WITHOUT_NUMBA = """
 import sys
 if sys.argv[1] == "hidden":
     sys.modules["numba"] = None
+import numpy as np
 from aqg.core.recipes import make_recipe
 from aqg.sim.engine import FastSimulation
+from aqg.wire import context
 from tests.problems import tiny_problem
 
 for name in ("lean", "qsgd", "stc"):
     simulation = FastSimulation(tiny_problem(num_clients=2), make_recipe(name), 0.02)
     sizes = [simulation.run_round(evaluate=False).total_bytes for _ in range(3)]
     print(name, sizes, simulation.parameters.tobytes().hex())
+for levels, bound in ((np.arange(0, 250, 7) % 15, 15), (np.arange(0, 65536, 997), 65536)):
+    levels = levels.astype(np.uint8 if bound < 256 else np.uint16)
+    payload = context.encode(levels, bound)
+    assert (context.decode(payload, len(levels), bound) == levels).all()
+    print(payload.hex())
 """
 
 

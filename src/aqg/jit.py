@@ -17,11 +17,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def njit(**options: Any) -> Callable[[Function], Function]:
     """Compile a function when it is first called: without the interpreter lock, cached.
 
-    Numba keeps the result in ``NUMBA_CACHE_DIR`` if that is set, else beside the source, else,
-    where that cannot be written, in the user's cache directory. Where nothing can be written, every
-    process compiles for itself.
-
-    Never decorate one function in two ways: numba's cache does not tell the results apart.
+    Where nothing can be written, every process compiles for itself. Never decorate one function in
+    two ways: numba's cache does not tell the results apart.
     """
 
     def decorate(function: Function) -> Function:

@@ -80,18 +80,10 @@ class Setting:
             raise ConfigError(f"{name} is {value}; it must be {self.bound}")
 
 
-def setting(
-    default: Any,
-    text: str,
-    group: str = "",
-    bound: Bound | tuple[str, ...] | None = None,
-    **more: Any,
-) -> Any:
-    """Return a field of a table below; ``...`` stands for no default."""
-    metadata = {"setting": Setting(text, group, bound, **more)}
-    if default is ...:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default: Any, *about: Any, **more: Any) -> Any:
+    """Return a field of a table below, with a `Setting`; ``...`` stands for no default."""
+    value = dataclasses.MISSING if default is ... else default
+    return dataclasses.field(default=value, metadata={"setting": Setting(*about, **more)})
 
 
 # fmt: off
@@ -327,9 +319,8 @@ def _convert(value: Any, hint: Any) -> tuple[Any, bool]:
     if hints[-1] is ...:
         hints = (hints[0],) * len(value)
     parts = [_convert(*pair) for pair in zip(value, hints, strict=False)]
-    return tuple(part for part, _ in parts), len(hints) == len(value) and all(
-        fits for _, fits in parts
-    )
+    fit = len(hints) == len(value) and all(fits for _, fits in parts)
+    return tuple(part for part, _ in parts), fit
 
 
 def require_choice(name: str, value: object, choices: Any, more: str = "") -> None:

@@ -44,12 +44,6 @@ def make_named(
 
     ``makers`` are, by name, what takes the options after the ``given`` arguments; ``kind`` and
     ``also``, further names that the setting can have, are for messages.
-
-    >>> make_named("fraction", "over:divisor=4", {"over": lambda *, divisor=1: 1 / divisor})
-    0.25
-    >>> make_named("fraction", "over:4", {"over": lambda *, divisor=1: 1 / divisor})
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: fraction 'over' has no option '4'; it has: divisor
     """
     name, *items = spec.split(":")
     if name not in makers:
@@ -87,11 +81,9 @@ def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _type(parameter: inspect.Parameter) -> type:
     """Return what a parameter says it is; without a word about it, what its default is."""
-    named = {"int": int, "float": float, "bool": bool, "str": str}
-    if parameter.annotation in named:
-        return named[parameter.annotation]
-    if parameter.annotation in named.values():
-        return parameter.annotation
+    for kind in (int, float, bool, str):
+        if parameter.annotation in (kind, kind.__name__):
+            return kind
     return float if parameter.default is parameter.empty else type(parameter.default)
 
 
@@ -127,11 +119,6 @@ class Code:
         """Read ``FILE.py:FUNCTION[:KEY=VALUE...]``; None where the text is nothing like it.
 
         A value is a number, a truth value or a text.
-
-        >>> Code.parse("models.py:make:width=64:norm=batch").options
-        (('width', 64), ('norm', 'batch'))
-        >>> Code.parse("mlp:200") is None
-        True
         """
         if ".py:" not in text and not text.endswith(".py"):
             return None
@@ -164,15 +151,11 @@ class Code:
     def located(self) -> Code:
         return replace(self, path=self.path.expanduser().resolve())
 
-    def load(self) -> Callable[..., Any]:
+    def call(self, **offered: Any) -> Any:
+        """Call the function with its options and those of the arguments offered that it takes."""
         function = getattr(load_file(self.path), self.function, None)
         if not callable(function):
             raise ConfigError(f"{str(self.path)!r} has no function {self.function!r}")
-        return function
-
-    def call(self, **offered: Any) -> Any:
-        """Call the function with its options and those of the arguments offered that it takes."""
-        function = self.load()
         options = dict(self.options)
         place = f"{self.function}() in {str(self.path)!r}"
         parameters = inspect.signature(function).parameters
@@ -183,12 +166,9 @@ class Code:
                 raise ConfigError(f"{place} has no option {key!r}; it has: {taken}")
         arguments = {key: value for key, value in offered.items() if takes_all or key in parameters}
         arguments |= options
-        for name, parameter in parameters.items():
-            is_needed = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if parameter.kind is parameter.POSITIONAL_ONLY or (is_needed and name not in arguments):
+        for name, p in parameters.items():
+            is_needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if p.kind is p.POSITIONAL_ONLY or (is_needed and name not in arguments):
                 raise ConfigError(
                     f"{place} needs an argument {name!r}; what it can ask for by name is "
                     f"{', '.join(offered)}, or give it as an option: {self}:{name}=VALUE"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.datasets import DATASETS, HETEROGENEOUS_FILES, MNIST_FILES, Dataset, load_dataset
+from aqg.data.datasets import HETEROGENEOUS_FILES, MNIST_FILES, Dataset, load_dataset
 from aqg.errors import ConfigError, DataError
 
 
@@ -59,13 +59,6 @@ def test_heterogeneous(data_dir):
 def test_unknown_dataset_lists_the_choices():
     with pytest.raises(ConfigError, match="'cifar'; choose one of digits, mnist, heterogeneous"):
         load_dataset("cifar")
-
-
-def test_every_dataset_has_a_line():
-    for name, info in DATASETS.items():
-        assert info.name == name
-        assert info.summary
-        assert "\n" not in info.summary
 
 
 def test_every_file_has_a_digest_and_two_places_to_come_from():

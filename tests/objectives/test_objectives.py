@@ -183,21 +183,14 @@ def test_bad_settings(arguments, message):
         (np.zeros(21), np.zeros(6), np.zeros(1, int), r"shape \(6,\).*samples, 6\)"),
         (np.zeros(21), np.zeros((2, 5, 6)), np.zeros(5, int), r"shape \(5,\).*need \(2, 5\)"),
         (np.zeros(21), np.zeros((5, 6), np.float32), np.zeros(5, int), "float64 and .*float32"),
+        (np.zeros(21), np.zeros((0, 6)), np.zeros(0, int), "a client has 0 samples"),
     ],
 )
 def test_arrays_that_do_not_fit(params, features, labels, message):
     objective = make("softmax", 3)
-    with pytest.raises(ConfigError, match=message):
-        objective.losses_and_gradients(params, features, labels)
-    with pytest.raises(ConfigError, match=message):
-        objective.losses(params, features, labels)
-
-
-def test_client_without_samples():
-    objective = make("softmax", 3)
-    nothing = np.zeros((0, 6)), np.zeros(0, np.int64)
-    with pytest.raises(DataError, match="0 samples"):
-        objective.losses(objective.init_params(0), *nothing)
+    for function in (objective.losses_and_gradients, objective.losses):
+        with pytest.raises((ConfigError, DataError), match=message):
+            function(params, features, labels)
 
 
 def test_numpy_alone_is_enough():

@@ -1,6 +1,7 @@
 """The certified minimum and its cache."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,16 +96,8 @@ KEY = {"dataset": "digits", "model": "softmax", "l2": 0.01, "clients": 10}
 VALUE = Optimum(value=0.1 + 0.2, gradient_norm=1e-7, error_bound=1 / 3 * 1e-12)
 
 
-class Solver:
-    """Counts how often it is asked."""
-
-    def __init__(self, answer=VALUE):
-        self.answer = answer
-        self.num_calls = 0
-
-    def __call__(self):
-        self.num_calls += 1
-        return self.answer
+def solver(answer=VALUE):
+    return Mock(return_value=answer)
 
 
 def only_entry(directory):
@@ -113,20 +106,20 @@ def only_entry(directory):
 
 
 def test_computed_once(tmp_path):
-    solver = Solver()
-    assert cached_optimum(KEY, solver, tmp_path) == VALUE
+    compute = solver()
+    assert cached_optimum(KEY, compute, tmp_path) == VALUE
     reordered = dict(reversed(KEY.items()))
-    assert cached_optimum(reordered, solver, tmp_path) == VALUE  # to the last bit
-    assert solver.num_calls == 1
+    assert cached_optimum(reordered, compute, tmp_path) == VALUE  # to the last bit
+    assert compute.call_count == 1
     assert json.loads(only_entry(tmp_path).read_text())["optimum"]["value"] == VALUE.value
 
 
 @pytest.mark.parametrize("change", [{"l2": 0.02}, {"clients": 11}, {"seed": 1}])
 def test_another_key_is_another_entry(tmp_path, change):
-    cached_optimum(KEY, Solver(), tmp_path)
+    cached_optimum(KEY, solver(), tmp_path)
     other = Optimum(2.0, 0.0, 0.0)
-    assert cached_optimum(KEY | change, Solver(other), tmp_path) == other
-    assert cached_optimum(KEY, Solver(other), tmp_path) == VALUE
+    assert cached_optimum(KEY | change, solver(other), tmp_path) == other
+    assert cached_optimum(KEY, solver(other), tmp_path) == VALUE
 
 
 GOOD = {"value": 1.0, "gradient_norm": 0.0, "error_bound": 0.0}
@@ -146,36 +139,33 @@ DAMAGED = {
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_entry_is_computed_again_and_replaced(tmp_path, damage):
-    cached_optimum(KEY, Solver(), tmp_path)
+    cached_optimum(KEY, solver(), tmp_path)
     entry = only_entry(tmp_path)
     intact = entry.read_bytes()
     key = json.dumps(json.loads(intact)["key"]).encode()
     entry.write_bytes(damage.replace(b'"key": ""', b'"key": ' + key))
-    solver = Solver()
-    assert cached_optimum(KEY, solver, tmp_path) == VALUE
-    assert solver.num_calls == 1
+    compute = solver()
+    assert cached_optimum(KEY, compute, tmp_path) == VALUE
+    assert compute.call_count == 1
     assert only_entry(tmp_path).read_bytes() == intact
 
 
 def test_unwritable_cache_is_no_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where the directory should be")
-    solver = Solver()
-    assert cached_optimum(KEY, solver, blocked) == VALUE
-    assert cached_optimum(KEY, solver, blocked) == VALUE
-    assert solver.num_calls == 2
+    compute = solver()
+    assert cached_optimum(KEY, compute, blocked) == VALUE
+    assert cached_optimum(KEY, compute, blocked) == VALUE
+    assert compute.call_count == 2
 
 
 def test_failed_computation_leaves_nothing(tmp_path):
-    def fail():
-        raise DataError("no data")
-
     with pytest.raises(DataError):
-        cached_optimum(KEY, fail, tmp_path)
+        cached_optimum(KEY, Mock(side_effect=DataError), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_environment_names_the_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "elsewhere"))
-    cached_optimum(KEY, Solver())
+    cached_optimum(KEY, solver())
     assert only_entry(tmp_path / "elsewhere").suffix == ".json"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aqg.errors import GradientError, WireError
+from aqg.errors import WireError
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -99,19 +99,6 @@ def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models():
     assert 1.5 < server.averaged.values[7] < 7.0
 
 
-def test_constants_never_travel_and_other_buffers_do_once_they_change():
-    server = shared()
-    first = len(server.broadcast())
-    assert server.travels.tolist() == [False, False, True, True, True]
-    server = server.step([(1.0, server.read(upload(server, scale=2.0)))])
-    assert server.travels.tolist() == [False, True, True, True, True]
-    assert len(server.broadcast()) == first + 1 + 3  # an exponent, and a byte for each value
-    found, known = receive(server.layout, shared().buffers, server.broadcast())
-    np.testing.assert_array_equal(found.values, server.received[0].values)
-    np.testing.assert_array_equal(known, server.travels)
-    assert np.isneginf(found.values[:4]).all()
-
-
 def test_nothing_is_sent_where_nothing_changed():
     server = shared()
     assert upload(server) == b""
@@ -167,21 +154,6 @@ def test_beside_updates_in_full_statistics_are_halves_both_ways():
         server = server.step(list(zip(weights, messages, strict=True)))
         np.testing.assert_allclose(server.buffers.values[7:10], mean, rtol=2.0**-10)
         np.testing.assert_allclose(server.received[0].values, server.buffers.values, rtol=2.0**-10)
-
-
-def test_clients_get_statistics_as_bytes():
-    server = shared()
-    server = server.step([(1.0, server.read(upload(server, mean=np.pi, var=0.3)))])
-    found = receive(server.layout, shared().buffers, server.broadcast())[0].values
-    np.testing.assert_allclose(found[7:], server.buffers.values[7:], rtol=1 / 16)
-
-
-def test_statistics_that_are_no_numbers_are_named():
-    server = shared()
-    with pytest.raises(GradientError, match=r"'norm\.running_var' holds NaN or infinity"):
-        upload(server, var=np.nan)
-    with pytest.raises(WireError):
-        server.read(b"\x51\x00")
 
 
 def test_a_change_of_what_is_no_number_is_refused():

@@ -58,7 +58,7 @@ def make_run():
             final = lines[-1].record.loss
             metrics = {"accuracy": 0.9, "perplexity": 1.8}
             summary = summarize(recipe, lines, final, metrics, MINIMUM, config.goal)
-            client_bytes = ClientBytes.first(config.clients)
+            client_bytes = ClientBytes(config.clients)
             for line in lines:
                 client_bytes.add(line.record)
             row = summary | client_bytes.to_json()

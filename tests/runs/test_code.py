@@ -5,7 +5,7 @@ import pytest
 from aqg.errors import ConfigError
 from aqg.spec import Code, file_digest, load_file
 
-SOURCE = """
+SOURCE = r"""
 from dataclasses import dataclass
 
 @dataclass
@@ -23,9 +23,8 @@ def needy(colour):
     return colour
 
 def failing():
-    raise KeyError("no
-such thing".replace("x", "y"))
-""".replace("no\nsuch", "no\\nsuch")
+    raise KeyError("no\nsuch thing")
+"""
 
 
 @pytest.fixture

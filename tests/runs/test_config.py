@@ -31,7 +31,6 @@ def test_step_size_follows_the_scaling(scaling, alpha):
         ({"colour": 1}, "unknown setting 'colour'; choose from recipe, bits"),
         ({"dataset": "cifar"}, "unknown dataset 'cifar'; choose from digits, mnist, heterogeneous"),
         ({"recipe": "lean,lean"}, "named twice"),
-        ({"rounds": "many"}, "rounds is 'many'; it must be a whole number"),
         ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number"),
         ({"alpha": float("nan")}, "alpha is nan"),
         ({"alpha": "fast"}, "alpha is 'fast'; it must be a number"),

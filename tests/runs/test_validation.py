@@ -81,42 +81,13 @@ def frames_of(config):
 
 def test_heads_are_as_long_as_those_of_real_messages():
     digest, other = b"\1" * STATE_DIGEST_BYTES, b"\2" * STATE_DIGEST_BYTES
-    order = Order(
-        run="0" * 16,
-        fingerprint=bytes(DIGEST_BYTES),
-        recipe="auto",
-        bits=4,
-        max_staleness=100,
-        seed=0,
-        num_params=100_000,
-        dtype="float32",
-        incarnation=1,
-        round=100,
-        client=10,
-        movement=0.0,
-        epoch=0,
-        uploads=100,
-        digest=digest,
-        noise=1.5,
-        public=digest,
-    )
-    reply = Reply(
-        incarnation=1,
-        round=100,
-        stale=False,
-        restarted=False,
-        rolled_back=False,
-        epoch=0,
-        uploads=100,
-        base_digest=digest,
-        digest=other,
-        frame=b"",
-        loss=float(np.float32(0.1)),
-        num_samples=1000,
-        fault="",
-        work_seconds=0.5,
-        held_round=100,
-    )
+    both = {"incarnation": 1, "round": 100, "epoch": 0, "uploads": 100}
+    agreed = {"recipe": "auto", "bits": 4, "max_staleness": 100, "seed": 0, "dtype": "float32"}
+    agreed |= {"run": "0" * 16, "fingerprint": bytes(DIGEST_BYTES), "num_params": 100_000}
+    order = Order(**both, **agreed, client=10, digest=digest, noise=1.5, public=digest)
+    said = {"stale": False, "restarted": False, "rolled_back": False, "fault": "", "frame": b""}
+    said |= {"loss": float(np.float32(0.1)), "num_samples": 1000, "work_seconds": 0.5}
+    reply = Reply(**both, **said, base_digest=digest, digest=other, held_round=100)
     assert len(to_bytes(order)) == FIRST_ORDER_BYTES
     assert len(to_bytes(order, order)) == ORDER_BYTES
     assert len(to_bytes(reply, order.stamp)) == REPLY_BYTES

@@ -104,7 +104,7 @@ def recipes() -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets, a line each."""
-    _print_lines((info.name, info.summary) for info in DATASETS.values())
+    _print_lines((name, summary) for name, (summary, _) in DATASETS.items())
 
 
 def _print_lines(rows: Iterable[tuple[str, str]]) -> None:

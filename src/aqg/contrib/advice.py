@@ -19,14 +19,10 @@ from aqg.sim.problem import Problem
 
 
 class Landscape(NamedTuple):
-    """The shape of a problem's loss.
+    """The shape of a problem's loss."""
 
-    Without ``L`` and ``μ``, the loss is not convex, and then the curvature at the model that a run
-    starts from has its smallest value, too.
-    """
-
-    constants: Constants | None
-    start: Curvature
+    constants: Constants | None  # None where the loss is not convex
+    start: Curvature  # at the model that a run starts from; then with its smallest value, too
 
     @property
     def smoothness(self) -> float:
@@ -82,10 +78,10 @@ def advise(
     rate = fewest_bits = None
     if convexity:
         numbers = (alpha, weights, smoothness, convexity)
-        found = [theory.contraction(*numbers) or 0.0]
+        found = theory.contraction(*numbers) or 0.0
         if wider is not None:
-            found.append(theory.contraction_within_tolerance(*numbers) or 0.0)
-        rate = 1 - max(found) if max(found) > 0 else None
+            found = max(found, theory.contraction_within_tolerance(*numbers) or 0.0)
+        rate = 1 - found if found > 0 else None
         if isinstance(policy, Lazy | TwoLevel | Multilevel):  # what Theorem 1 is about
             fewest_bits = theory.fewest_bits_of_theorem_1(num_clients, smoothness, convexity)
     row: dict[str, Any] = {
@@ -105,11 +101,12 @@ def advise(
         "outside_the_theory": _outside(config),
     }
     if trace is not None:
-        shares = {
-            key: finite_or_none(getattr(trace, key)) for key in ("decrease_share", "fitted_rate")
+        row["lyapunov"] = {
+            "rounds": len(trace.values),
+            "rounds_above_rounding": trace.above_rounding,
+            "decrease_share": finite_or_none(trace.decrease_share),
+            "fitted_rate": finite_or_none(trace.fitted_rate),
         }
-        lengths = {"rounds": len(trace.values), "rounds_above_rounding": trace.above_rounding}
-        row["lyapunov"] = lengths | shares
     if end is not None:
         row["largest_curvature_at_end"] = finite_or_none(end.largest)
     return Advice(row, landscape, num_clients, early, trace)
@@ -132,11 +129,11 @@ def sentences(advice: Advice) -> Iterator[str]:
     yield from _about_the_problem(advice)
     yield from _about_the_step_size(advice)
     row = advice.row
-    if row["fewest_bits_of_theorem_1"] is not None:
+    if (fewest := row["fewest_bits_of_theorem_1"]) is not None:
         yield (
             "Theorem 1 adds quantization errors to the linear rate. Its conditions ask for uploads "
-            f"of {row['fewest_bits_of_theorem_1']} bits or more here, and of three bits less than "
-            "b_max at most: it promises nothing for this rule."
+            f"of {fewest} bits or more here, and of three bits less than b_max at most: it "
+            "promises nothing for this rule."
         )
     for text in row["outside_the_theory"]:
         yield f"Not covered by the theory: {text}."

@@ -2,12 +2,10 @@
 
 With a small model a GPU computes a round's gradients and statistics in less time than Python needs
 to ask for them. All of it has the same shape in every round in which all clients are present, so it
-is recorded. And its inputs are known as soon as the server has taken its step: the GPU begins the
-next round while Python still finishes the last. One copy brings back all that Python needs to
-decide. Rounds with absent clients take the plain path of `TorchBackend`.
-
-The engine knows nothing of this. The backend learns from the calls of one round what to begin with
-for the next, and every call returns finished numbers.
+is recorded; and its inputs are known as soon as the server has taken its step, so the GPU begins
+the next round while Python still finishes the last. Rounds with absent clients take the plain path
+of `TorchBackend`. The engine knows nothing of this: the backend learns from the calls of one round
+what to begin with for the next, and every call returns finished numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +40,6 @@ class Report:
         self.values: Float64Array = self._numbers.numpy()
 
     def request(self, source: Tensor) -> None:
-        """Send for what ``source`` will hold."""
         self._numbers.copy_(source, non_blocking=True)
         self._arrival.record()
 
@@ -99,14 +96,12 @@ class CudaBackend(TorchBackend):
         self._params: Tensor = self.put(problem.initial_params)
         self._squared_norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm = Report(1)
-        self._gradients: Tensor | None = None
-        """Of all clients, in this round."""
+        self._gradients: Tensor | None = None  # of all clients, in this round
+        # What they were measured with: the next round will ask the same.
         self._wanted: tuple[GridQuantizer, Tensor | None] | None = None
-        """What they were measured with: the next round will ask the same."""
         self._foresight: Foresight | None = None
         self._recorded_for: tuple[GridQuantizer, Tensor | None] | None = None
-        self._is_ahead = False
-        """Whether the round that was begun is of the parameters as they are."""
+        self._is_ahead = False  # whether the round that was begun is of the parameters as they are
 
     def _begin(self) -> None:
         """Begin with what the next round asks if all clients take part; wait for nothing."""

@@ -1,9 +1,8 @@
 """A place on many machines: actors on a Ray cluster, which need not share a disk with us.
 
-The head builds every problem once and puts it into Ray's object store, from where a node fetches it
-once for all of its runs. A run writes into a directory of its own on its node; whenever it has
-saved, the files come back, so that the head's directory is always one that the run can go on from.
-When a worker or a whole node dies, its runs start again elsewhere from there.
+The head builds every problem once and puts it into Ray's object store. A run writes into a
+directory of its own on its node; whenever it has saved, the files come back to the head. When a
+worker or a whole node dies, its runs start again elsewhere from there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ first rounds differ where missing steps count as the mean of the others.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ _ROUNDING = 1e-11
 """Below this part of its first value, ``V`` is a difference of rounded losses."""
 
 
-@dataclass(frozen=True)
-class Constants:
+class Constants(NamedTuple):
     """``L`` and ``μ`` of the sum of the clients' losses."""
 
     smoothness: float
@@ -47,8 +46,7 @@ class Constants:
         return self.smoothness / self.strong_convexity if self.strong_convexity else np.inf
 
 
-@dataclass(frozen=True)
-class Curvature:
+class Curvature(NamedTuple):
     """The extreme eigenvalues of ``∇²f`` at one model."""
 
     largest: float
@@ -59,13 +57,6 @@ def global_constants(problem: Problem, weights: Float64Array) -> Constants | Non
     """Return ``L`` and ``μ``; None where the loss is not convex, as for networks.
 
     ``weights`` are ``w_m``, ``(M,)``; ones in the paper.
-
-    >>> from aqg.objectives import make_objective
-    >>> from aqg.sim.problem import Problem, Samples
-    >>> objective = make_objective("logistic", 1, 2, l2=0.5, scaling="sum")
-    >>> client = Samples(np.array([[2.0], [4.0]]), np.array([0, 1]))
-    >>> global_constants(Problem(objective, (client, client), np.zeros(1)), np.ones(2))
-    Constants(smoothness=11.0, strong_convexity=1.0)
     """
     objective = problem.objective
     if not isinstance(objective, Logistic | Softmax):
@@ -92,9 +83,8 @@ def local_curvature(
     """Estimate the extreme eigenvalues of ``∇²f(θ)``, for any objective.
 
     Lanczos iterations on Hessian-vector products, which are central differences of gradients:
-    ``∇²f(θ) v ≈ (∇f(θ + hv) - ∇f(θ - hv)) / 2h``. Clients with more than 1,000 samples
-    are represented by that many, drawn at random; the result is an estimate then. Without
-    ``smallest`` only the largest is looked for, and the other is NaN.
+    ``∇²f(θ) v ≈ (∇f(θ + hv) - ∇f(θ - hv)) / 2h``. Of a client with more than 1,000 samples, so many
+    are drawn at random. Without ``smallest`` only the largest is looked for, and the other is NaN.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
@@ -130,7 +120,6 @@ def local_curvature(
         return Curvature(float(values[-1]), float(values[0]))
     operator = LinearOperator((length, length), matvec=multiply, dtype=np.float64)
     start = random.standard_normal(length)
-
     how = {"k": 1, "v0": start, "tol": _LANCZOS_TOLERANCE, "maxiter": 30}
 
     def extreme(which: str) -> float:
@@ -149,8 +138,6 @@ def largest_step_size(weight_sum: float, smoothness: float) -> float:
     A rule that never skips has no ``ξ`` and only the first inequality: ``ρ2 → 0`` is best and the
     bound is ``1/(2L)``.
 
-    >>> largest_step_size(1 / 12, smoothness=2.0)
-    0.08333333333333333
     >>> largest_step_size(1.0, smoothness=2.0), largest_step_size(0.0, smoothness=2.0)
     (0.0, 0.25)
     """
@@ -161,11 +148,7 @@ def largest_step_size(weight_sum: float, smoothness: float) -> float:
 
 
 def largest_step_size_within_tolerance(weight_sum: float, smoothness: float) -> float:
-    """Return the largest step size of the wider region, ``S + αL ≤ 1``.
-
-    >>> largest_step_size_within_tolerance(0.5, smoothness=2.0)
-    0.25
-    """
+    """Return the largest step size of the wider region, ``S + αL ≤ 1``."""
     check_positive(1.0, smoothness)
     return max(0.0, (1 - weight_sum) / smoothness)
 
@@ -178,8 +161,6 @@ def early_weight_sum(weights: Sequence[float]) -> float:
     """
     values = np.asarray(weights, np.float64)
     known = np.cumsum(values)
-    if not known[-1] > 0:
-        return 0.0
     return float(known[-1] * np.sum(values[known > 0] / known[known > 0]))
 
 
@@ -192,35 +173,18 @@ def contraction(
     ``c = min{μα[1 - 2(αL + 2S)(1 + ρ2)], κ[1/2 - (αL/2 + S)(1 + 1/ρ2)]}`` with
     ``κ = min_d ξ_d / Σ_{j≥d} ξ_j``. (The paper's third term of ``c`` has ``+β_{d+1}/β_d``; its own
     derivation gives ``-β_{d+1}/β_d``, which is used here.) The first falls in ``ρ2`` and the second
-    rises, so that bisection finds where they meet.
-
-    >>> round(contraction(0.1, (), smoothness=1.0, strong_convexity=0.1), 6)
-    0.008
+    rises: where they meet, a quadratic equation holds.
     """
     check_positive(alpha, smoothness)
     weight_sum = math.fsum(weights)
     if not 0 < alpha < largest_step_size(weight_sum, smoothness):
         return None
-    load = smoothness * alpha + 2 * weight_sum
-
-    def gradient_term(rho2: float) -> float:
-        return strong_convexity * alpha * (1 - 2 * load * (1 + rho2))
-
-    if weight_sum == 0:
-        return gradient_term(0.0)
-    share = slowest_share(weights)
-
-    def movement_term(rho2: float) -> float:
-        return share * (0.5 - load / 2 * (1 + 1 / rho2))
-
-    low, high = 1e-9, 1 / (2 * load)
-    for _ in range(200):
-        middle = (low + high) / 2
-        if gradient_term(middle) > movement_term(middle):
-            low = middle
-        else:
-            high = middle
-    return min(gradient_term(low), movement_term(low))
+    load, pull, rho2 = smoothness * alpha + 2 * weight_sum, strong_convexity * alpha, 0.0
+    if weight_sum > 0 and pull > 0:
+        falls, rises = 2 * load * pull, load / 2 * slowest_share(weights)
+        gap = pull - falls - (slowest_share(weights) / 2 - rises)
+        rho2 = (gap + math.sqrt(gap * gap + 4 * falls * rises)) / (2 * falls)
+    return pull * (1 - 2 * load * (1 + rho2))
 
 
 def contraction_within_tolerance(
@@ -230,9 +194,6 @@ def contraction_within_tolerance(
 
     With ``β_d = (γ/α) Σ_{j≥d} ξ_j`` any ``1/2 ≤ γ ≤ (1 - αL)/(2S)`` will do, and the largest gives
     ``c = min{αμ, κ (1 - S/(1 - αL))}``.
-
-    >>> round(contraction_within_tolerance(0.1, (), smoothness=1.0, strong_convexity=0.1), 6)
-    0.01
     """
     check_positive(alpha, smoothness)
     weight_sum = math.fsum(weights)
@@ -249,9 +210,6 @@ def fewest_bits_of_theorem_1(num_clients: int, smoothness: float, strong_convexi
 
     Its conditions give ``P ≥ 24L²/μ`` and ``B M P τ_b² ≤ c``; with ``B ≥ 3Mα/2`` and ``c ≤ μα``
     that is ``τ_b ≤ μ/(6ML)``.
-
-    >>> fewest_bits_of_theorem_1(num_clients=10, smoothness=57.0, strong_convexity=0.1)
-    16
     """
     finest = strong_convexity / (6 * num_clients * smoothness)
     return math.ceil(math.log2(1 + 1 / finest))
@@ -270,8 +228,7 @@ def check_positive(alpha: float, smoothness: float) -> None:
         raise ConfigError(f"the smoothness constant is {smoothness}; it must be above 0")
 
 
-@dataclass(frozen=True)
-class LyapunovTrace:
+class LyapunovTrace(NamedTuple):
     """``V^k`` for ``k = 1, 2, …``, of the sum over clients."""
 
     values: Float64Array
@@ -290,8 +247,17 @@ class LyapunovTrace:
 
     @property
     def fitted_rate(self) -> float:
-        """``σ`` of the ``V^k ≈ C σ^k`` that fits the later half best."""
-        return fit_rate(self.values[: self.above_rounding])
+        """``σ`` of the ``V^k ≈ C σ^k`` that fits the later half best; NaN if there is none.
+
+        >>> round(LyapunovTrace(5.0 * 0.9 ** np.arange(40)).fitted_rate, 12)
+        0.9
+        """
+        values = self.values[: self.above_rounding]
+        half = values[len(values) // 2 :]
+        half = half[half > 0]
+        if len(half) < 2:
+            return float("nan")
+        return float(np.exp(np.polyfit(np.arange(len(half)), np.log(half), 1)[0]))
 
 
 def step_weights(weights: Sequence[float], alpha: float) -> Float64Array:
@@ -335,17 +301,3 @@ def watch_run(
         if report is not None:
             report(number)
     return LyapunovTrace(np.array(values))
-
-
-def fit_rate(values: Float64Array) -> float:
-    """Return the ``σ`` of the line through the logarithms of the later half; NaN if there is none.
-
-    >>> round(fit_rate(5.0 * 0.9 ** np.arange(40)), 12)
-    0.9
-    """
-    half = values[len(values) // 2 :]
-    half = half[half > 0]
-    if len(half) < 2:
-        return float("nan")
-    slope = np.polyfit(np.arange(len(half)), np.log(half), 1)[0]
-    return float(np.exp(slope))

@@ -1,26 +1,7 @@
-"""The datasets: real data as arrays, loaded by name.
+"""The datasets: real data as arrays, loaded by name, or from a file ``FILE.npz`` of the user's own.
 
-============= ========================================= ======================================
-name          features                                  split
-============= ========================================= ======================================
-digits        64 pixels in [0, 1], float64              every fifth sample of a digit is test
-mnist         784 pixels in [0, 1], float32             the official one
-heterogeneous first 34 features of three sets, float64  no test set; `Dataset.sources` is given
-============= ========================================= ======================================
-
-A file ``FILE.npz`` of the user's own holds these arrays:
-
-=========== ====================================================================================
-``x_train`` samples, ``(N, ...)``: numbers of any kind
-``y_train`` what is to be learned of them: classes from 0 as integers ``(N,)``, numbers, or
-            targets of any shape ``(N, ...)``
-``x_test``  and ``y_test``, the same for the test set; optional
-``client``  ``(N,)``: whose sample it is, as a number or a text; optional. With it the partition is
-            ``natural`` unless another is named
-=========== ====================================================================================
-
-Pixels, that is unsigned bytes with at least two axes per sample, are divided by 255. Other
-integers, such as token ids, stay integers.
+``docs/how-to/own-data.md`` says what such a file holds. Pixels, that is unsigned bytes with at
+least two axes per sample, are divided by 255; other integers, such as token ids, stay integers.
 
 Files from the network are kept in a data directory and verified on every read, by the SHA-256 of
 the *decompressed* content: mirrors wrap the same file in different gzip streams.
@@ -62,11 +43,7 @@ class RemoteFile:
 
 
 def data_directory(data_dir: Path | None = None) -> Path:
-    """Return the data directory: the argument, else ``AQG_DATA_DIR``, else the user's cache.
-
-    >>> data_directory(Path("somewhere")).name
-    'somewhere'
-    """
+    """Return the data directory: the argument, else ``AQG_DATA_DIR``, else the user's cache."""
     return chosen_directory(data_dir, ENVIRONMENT_VARIABLE, "data")
 
 
@@ -83,8 +60,7 @@ def chosen_directory(given: Path | None, variable: str, folder: str) -> Path:
 def read_content(file: RemoteFile, directory: Path) -> bytes:
     """Return the verified, decompressed content of ``file``, downloading it if it is missing.
 
-    A file that is there is only ever read, so a read-only directory works. One that is damaged
-    is reported and left alone: it may be the user's own.
+    A file that is there is only ever read. One that is damaged is left alone: it may be the user's.
     """
     path = directory / file.path
     try:
@@ -238,10 +214,6 @@ def load_digits() -> Dataset:
 
     In the order of the source, samples 5, 10, 15, ... of each digit are the test set, so every
     writer and every digit is in both parts and the split never changes.
-
-    >>> dataset = load_digits()
-    >>> dataset.features.shape, len(dataset.test_labels)
-    ((1442, 64), 355)
     """
     from sklearn.datasets import load_digits as load_sklearn_digits
 
@@ -336,26 +308,22 @@ def load_heterogeneous(data_dir: Path | None = None) -> Dataset:
     return Dataset("heterogeneous", *samples, num_classes=2, sources=sources)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetInfo:
-    """A dataset's name, one line about it, and how to load it from a data directory."""
-
-    name: str
-    summary: str
-    load: Callable[[Path | None], Dataset]
-
-
-_DIGITS = "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download"
-_MNIST = "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors"
-_HETEROGENEOUS = (
-    "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's three sets; "
-    "2 MB from the LAG repository on GitHub"
-)
-DATASETS: dict[str, DatasetInfo] = {
-    "digits": DatasetInfo("digits", _DIGITS, lambda _: load_digits()),
-    "mnist": DatasetInfo("mnist", _MNIST, load_mnist),
-    "heterogeneous": DatasetInfo("heterogeneous", _HETEROGENEOUS, load_heterogeneous),
+DATASETS: dict[str, tuple[str, Callable[[Path | None], Dataset]]] = {
+    "digits": (
+        "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
+        lambda _: load_digits(),
+    ),
+    "mnist": (
+        "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
+        load_mnist,
+    ),
+    "heterogeneous": (
+        "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's three "
+        "sets; 2 MB from the LAG repository on GitHub",
+        load_heterogeneous,
+    ),
 }
+"""Of each a line about it, and what loads it from a data directory."""
 
 
 def is_dataset_file(name: str) -> bool:
@@ -364,9 +332,6 @@ def is_dataset_file(name: str) -> bool:
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
     """Load a dataset by name, or from a file whose name ends in ``.npz``.
-
-    `data_directory` says where the files of those with a name are kept, and the text above what a
-    file must hold.
 
     >>> load_dataset("digits").num_classes
     10
@@ -377,15 +342,13 @@ def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
         raise ConfigError(
             f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}, or a file FILE.npz"
         )
-    return DATASETS[name].load(data_dir)
+    return DATASETS[name][1](data_dir)
 
 
 Arrays = dict[str, NDArray[Any]]
 
 _MAX_CLASSES = 1 << 17
 """Whole numbers above this are taken as amounts, not classes."""
-_NEEDED = ("x_train", "y_train")
-_OPTIONAL = ("x_test", "y_test", "client")
 
 
 class Facts(NamedTuple):
@@ -404,7 +367,7 @@ def peek(path: Path) -> Facts:
 
 
 def read_dataset(path: Path) -> Dataset:
-    arrays = read_arrays(path, _NEEDED, _OPTIONAL)
+    arrays = read_arrays(path, ("x_train", "y_train"), ("x_test", "y_test", "client"))
     for name in arrays.keys() - {"client"}:
         _check_numbers(path, name, arrays[name])
     if ("x_test" in arrays) != ("y_test" in arrays):

@@ -1,17 +1,5 @@
 """Partitions: which client holds which training samples.
 
-=============== =============================================================================
-spec            what a client holds
-=============== =============================================================================
-iid             a random part of everything
-label           one label only: client m has label m mod num_classes
-source          a part of one original set (for datasets made of several), in the set's order
-source:shuffled the same, but a random part
-natural         what the data say is its own (for files that hold ``client``)
-dirichlet:A     of every label a random proportion, drawn from Dirichlet(A); small A: very uneven
-shards:K        K random pieces of the samples sorted by label
-=============== =============================================================================
-
 Every part is a sorted int64 array of indices into the training set. Parts never overlap, none is
 empty, and all but ``source`` use every sample. The same seed gives the same parts.
 """
@@ -229,11 +217,7 @@ PARTITIONS: dict[str, Callable[..., Split]] = {
 
 
 def parse_partition(spec: str) -> Partition:
-    """Return the partition that ``spec`` names.
-
-    >>> parse_partition("dirichlet:0.3")
-    Partition(spec='dirichlet:0.3')
-    """
+    """Return the partition that ``spec`` names, such as ``dirichlet:0.3``."""
     return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
@@ -256,15 +240,7 @@ def partition_table(
 
 
 def format_partition_table(rows: Sequence[Mapping[str, int | str]]) -> str:
-    """Return the table as plain text; a dot stands for no sample.
-
-    >>> rows = [{"client": 0, "samples": 12, "label 0": 12, "label 1": 0},
-    ...         {"client": 1, "samples": 9, "label 0": 0, "label 1": 9}]
-    >>> print(format_partition_table(rows))
-    client  samples  label 0  label 1
-         0       12       12        .
-         1        9        .        9
-    """
+    """Return the table as plain text; a dot stands for no sample."""
     lines = ["  ".join(rows[0])]
     for row in rows:
         cells = {

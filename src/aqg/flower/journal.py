@@ -180,7 +180,7 @@ class Journal:
             known = [line.record.loss for line in lines if line.record.loss is not None]
             loss = known[-1] if known else math.nan
         summary = summarize(settings.recipe or "custom", lines, loss, metrics, None, None)
-        client_bytes = ClientBytes.first(settings.num_clients)
+        client_bytes = ClientBytes(settings.num_clients)
         for line in lines:
             client_bytes.add(line.record)
         of_clients = client_fields(EVALUATED, evaluated)

@@ -60,13 +60,7 @@ def is_module(spec: str) -> bool:
 
 
 def make_module(spec: str, shape: DataShape, seed: int) -> nn.Module:
-    """Make the module that ``spec`` names, its parameters drawn from ``seed``.
-
-    >>> images = DataShape((32, 32, 3), (), num_classes=10, num_tokens=0)
-    >>> module = make_module("resnet8:norm=batch", images, seed=0)
-    >>> sum(parameter.numel() for parameter in module.parameters())
-    78042
-    """
+    """Make the module that ``spec`` names, its parameters drawn from ``seed``."""
     try:
         import torch
     except ImportError:

@@ -23,9 +23,6 @@ class Images(nn.Module):
 
     A sample may be an image with its colors first or last, one without colors, or the pixels of a
     square one in a row.
-
-    >>> Images((32, 32, 3))(torch.zeros(5, 32, 32, 3)).shape
-    torch.Size([5, 3, 32, 32])
     """
 
     def __init__(self, input_shape: tuple[int, ...]) -> None:
@@ -117,12 +114,7 @@ def _normalization(norm: str, channels: int) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """A decoder that sees earlier places only; returns logits ``(n, length, tokens)``.
-
-    >>> model = Transformer(num_tokens=80, length=64, width=32, layers=1, heads=2)
-    >>> model(torch.zeros(3, 20, dtype=torch.int64)).shape
-    torch.Size([3, 20, 80])
-    """
+    """A decoder that sees earlier places only; returns logits ``(n, length, tokens)``."""
 
     def __init__(
         self,
@@ -219,9 +211,6 @@ def default_loss(targets: NDArray[Any]) -> Callable[[Any, Tensor], Tensor]:
     Cross-entropy where targets are whole numbers: classes, or tokens at every place of a sequence.
     Binary cross-entropy where they are only 0.0 and 1.0, such as several labels at once. The mean
     squared error for other numbers.
-
-    >>> default_loss(np.array([0, 1, 2])).__name__, default_loss(np.array([0.5, 2.0])).__name__
-    ('token_cross_entropy', 'mse_loss')
     """
     if targets.dtype.kind in "iub":
         return token_cross_entropy
@@ -231,12 +220,7 @@ def default_loss(targets: NDArray[Any]) -> Callable[[Any, Tensor], Tensor]:
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, with classes on the last axis of ``(n, ..., classes)``.
-
-    >>> import torch
-    >>> token_cross_entropy(torch.zeros(3, 20, 80), torch.zeros(3, 20, dtype=torch.int64)).item()
-    4.382026672363281
-    """
+    """Return the mean cross-entropy, with classes on the last axis of ``(n, ..., classes)``."""
     if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return functional.cross_entropy(outputs, targets)

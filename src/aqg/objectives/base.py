@@ -30,8 +30,7 @@ Scaling: TypeAlias = Literal["mean", "sum"]
 class Learner(Protocol):
     def losses_and_gradients(
         self, params: Array, features: Array, labels: Array
-    ) -> tuple[Array, Array]:
-        """Return the loss and its gradient; see `Objective.losses_and_gradients`."""
+    ) -> tuple[Array, Array]: ...
 
 
 class Objective(ABC):
@@ -147,8 +146,6 @@ def make_objective(
     ``f_m(θ) = w Σ_i loss(θ; x_i, y_i) + l2/2 ‖θ‖²``, where ``w`` is ``1/n`` if ``scaling`` is
     ``"mean"`` and 1 if it is ``"sum"``. The regularizer covers every parameter, biases included.
 
-    >>> make_objective("softmax", num_features=784, num_classes=10, l2=0.01, scaling="mean")
-    <Softmax 'softmax', 7850 parameters, l2=0.01>
     >>> make_objective("mlp:200", num_features=784, num_classes=10, l2=0.01, scaling="mean").layout
     (('weight1', (784, 200)), ('bias1', (200,)), ('weight2', (200, 10)), ('bias2', (10,)))
     """

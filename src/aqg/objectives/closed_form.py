@@ -1,10 +1,9 @@
 """What the objectives with a hand-written gradient share.
 
 One implementation serves NumPy and torch: it uses only operations that both spell alike, from the
-module that `namespace` returns. Clients are never looped over. Every product is a stacked ``@``
-that runs one matrix product per client, and every sum runs within one client, so the numbers of a
-client do not depend on which clients it is stacked with: on NumPy they are the same to the last
-bit (for features laid out alike in memory).
+module that `namespace` returns. Every product is a stacked ``@`` that runs one matrix product per
+client, and every sum runs within one client: on NumPy the numbers of a client are the same to the
+last bit whichever clients it is stacked with (for features laid out alike in memory).
 """
 
 import math
@@ -24,15 +23,8 @@ Arrays = list[Array]
 
 
 def namespace(array: Array) -> Any:
-    """Return the module whose functions fit ``array``: ``numpy`` or ``torch``.
-
-    >>> namespace(np.zeros(3)).__name__
-    'numpy'
-    """
-    torch = sys.modules.get("torch")  # a tensor can exist only if its module was imported
-    if torch is not None and isinstance(array, torch.Tensor):
-        return torch
-    return np
+    """Return the module whose functions fit ``array``: ``numpy`` or ``torch``."""
+    return np if isinstance(array, np.ndarray) else sys.modules["torch"]
 
 
 def transpose(array: Array) -> Array:
@@ -62,7 +54,7 @@ class ClosedForm(Objective):
             raise ConfigError(f"seed {seed} is not an integer of at least 0")
         random = np.random.default_rng(seed)
         params = np.zeros(self.num_params)
-        for tensor in self._tensors(params):
+        for tensor in self.tensors(params):
             if tensor.ndim == 2:
                 bound = math.sqrt(6 / sum(tensor.shape))
                 tensor[:] = random.uniform(-bound, bound, tensor.shape)
@@ -72,7 +64,7 @@ class ClosedForm(Objective):
     @np.errstate(over="ignore", invalid="ignore")
     def losses(self, params: Array, features: Array, labels: Array) -> Array:
         self._check(params, features, labels)
-        samples = self._sample_losses(self._tensors(params), features, labels)
+        samples = self._sample_losses(self.tensors(params), features, labels)
         return self._client_losses(params, samples)
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -111,13 +103,13 @@ class ClosedForm(Objective):
         gradients = namespace(features).empty(
             (*features.shape[:-2], self.num_params), dtype=features.dtype, device=features.device
         )
-        tensors, slots = self._tensors(params), self._tensors(gradients)
+        tensors, slots = self.tensors(params), self.tensors(gradients)
         return self._backpropagate(tensors, features, labels, weight, slots), gradients
 
     @np.errstate(over="ignore", invalid="ignore")
     def predict(self, params: Array, features: Array) -> Array:
         self._check(params, features)
-        return self._predict(self._tensors(params), features)
+        return self._predict(self.tensors(params), features)
 
     @abstractmethod
     def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
@@ -136,9 +128,8 @@ class ClosedForm(Objective):
     def _predict(self, tensors: Arrays, features: Array) -> Array:
         """Return the most likely label of each sample, shape ``(..., n)``."""
 
-    def _tensors(self, flat: Array) -> Arrays:
-        views = []
-        start = 0
+    def tensors(self, flat: Array) -> Arrays:
+        views, start = [], 0
         for _, shape in self.layout:
             stop = start + math.prod(shape)
             views.append(flat[..., start:stop].reshape((*flat.shape[:-1], *shape)))
@@ -220,12 +211,7 @@ class _Classes(ClosedForm):
 
 
 class Softmax(_Classes):
-    """``loss(W, b; x, y) = log Σ_c exp(z_c) - z_y`` with the logits ``z = x W + b``.
-
-    >>> objective = Softmax(num_features=784, num_classes=10, l2=0.01, scaling="mean")
-    >>> objective.layout, objective.num_params
-    ((('weight', (784, 10)), ('bias', (10,))), 7850)
-    """
+    """``loss(W, b; x, y) = log Σ_c exp(z_c) - z_y`` with the logits ``z = x W + b``."""
 
     def __init__(self, num_features: int, num_classes: int, l2: float, scaling: Scaling) -> None:
         layout = (("weight", (num_features, num_classes)), ("bias", (num_classes,)))
@@ -233,23 +219,15 @@ class Softmax(_Classes):
 
 
 class Perceptron(_Classes):
-    """The cross-entropy of the logits ``max(x W₁ + b₁, 0) W₂ + b₂``.
-
-    >>> Perceptron(num_features=784, num_hidden=200, num_classes=10, l2=0.01, scaling="mean")
-    <Perceptron 'mlp:200', 159010 parameters, l2=0.01>
-    """
+    """The cross-entropy of the logits ``max(x W₁ + b₁, 0) W₂ + b₂``."""
 
     is_convex = False
 
     def __init__(
         self, num_features: int, num_hidden: int, num_classes: int, l2: float, scaling: Scaling
     ) -> None:
-        layout = (
-            ("weight1", (num_features, num_hidden)),
-            ("bias1", (num_hidden,)),
-            ("weight2", (num_hidden, num_classes)),
-            ("bias2", (num_classes,)),
-        )
+        hidden = (("weight1", (num_features, num_hidden)), ("bias1", (num_hidden,)))
+        layout = (*hidden, ("weight2", (num_hidden, num_classes)), ("bias2", (num_classes,)))
         super().__init__(f"mlp:{num_hidden}", layout, num_features, l2, scaling)
 
 
@@ -320,12 +298,6 @@ class Logistic(ClosedForm):
     """``loss(θ; x, y) = log(1 + exp(-y x·θ))`` with ``y = -1`` for label 0 and ``+1`` for label 1.
 
     There is no bias, and a run starts from ``θ = 0``.
-
-    >>> import numpy as np
-    >>> objective = Logistic(num_features=2, l2=0.0, scaling="sum")
-    >>> features, labels = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([0, 1])
-    >>> objective.losses_and_gradients(objective.init_params(seed=0), features, labels)[1]
-    array([ 0.5, -1. ])
     """
 
     def __init__(self, num_features: int, l2: float, scaling: Scaling) -> None:
@@ -374,10 +346,8 @@ class Logistic(ClosedForm):
 
 def _is_compiled(features: Array) -> bool:
     """Tell by the kind and size of a single client, so that stacking clients changes nothing."""
-    if not (isinstance(features, np.ndarray) and features.ndim >= 2):
-        return False
-    client_bytes: int = features.shape[-2] * features.shape[-1] * features.itemsize
-    return client_bytes <= _COMPILED_BYTES
+    size = math.prod(features.shape[-2:]) * features.itemsize
+    return isinstance(features, np.ndarray) and features.ndim >= 2 and size <= _COMPILED_BYTES
 
 
 def _losses_and_slopes(scores: Array, labels: Array) -> tuple[Array, Array]:

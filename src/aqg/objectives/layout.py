@@ -45,15 +45,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The tensors of a module that travel.
-
-    >>> from torch import nn
-    >>> layout = ModelLayout.of(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    >>> [spec.name for spec in layout.parameters], layout.num_params
-    (['0.weight', '0.bias', '1.weight', '1.bias'], 21)
-    >>> [spec.name for spec in layout.statistics]
-    ['1.running_mean', '1.running_var']
-    """
+    """The tensors of a module that travel."""
 
     model: str  # the name of the module's class, for messages
     parameters: tuple[TensorSpec, ...]  # the tensors of ``θ``

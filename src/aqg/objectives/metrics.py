@@ -5,6 +5,7 @@ they make no sense, such as the accuracy of a regression, and say so.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +30,7 @@ class DoesNotApply(ConfigError):  # noqa: N818  (a reason, which a default leave
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that says how good a model is.
-
-    >>> def largest_error(outputs, targets):
-    ...     return float(abs(outputs - targets).max())
-    >>> Metric("largest_error", largest_error).name
-    'largest_error'
-    """
+    """A number that says how good a model is."""
 
     name: str  # letters, digits and underscores; in records it is ``test_NAME``
     # from all outputs of the test set, as the module returns them, and all targets
@@ -94,10 +89,9 @@ def make_metrics(
         chosen = [_one(given)]
     else:
         chosen = [_one(metric) for metric in given]
-    names = [metric.name for metric in chosen]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"metric {twice!r} is named twice")
+    for name, count in Counter(metric.name for metric in chosen).items():
+        if count > 1:
+            raise ConfigError(f"metric {name!r} is named twice")
     return tuple(chosen)
 
 
@@ -118,16 +112,9 @@ def _one(given: str | Metric | Function) -> Metric:
 
 
 def default_metrics(targets: Any) -> tuple[Metric, ...]:
-    """Return what suits the targets: accuracy for classes, errors for numbers.
-
-    >>> [metric.name for metric in default_metrics(np.array([0, 1, 2]))]
-    ['accuracy']
-    >>> [metric.name for metric in default_metrics(np.array([0.3, 1.7]))]
-    ['mse', 'r2']
-    """
+    """Return what suits the targets: accuracy for classes, errors for numbers."""
     array = to_numpy(targets)
-    is_binary = bool(np.isin(array, (0, 1)).all())
-    if not np.issubdtype(array.dtype, np.floating) or is_binary:
+    if not np.issubdtype(array.dtype, np.floating) or np.isin(array, (0, 1)).all():
         return (METRICS["accuracy"],)
     return METRICS["mse"], METRICS["r2"]
 
@@ -168,20 +155,15 @@ def measure(
     for metric in list(left):
         if metric.whole is not None:
             value = attempt(metric, _joined([o for o, _ in kept]), _joined([t for _, t in kept]))
-            if value is not None:
-                values[metric.name] = _number(metric, value)
-        elif metric.name in totals:
-            values[metric.name] = _number(metric, metric.finish(totals[metric.name]))
-    return {metric.name: values[metric.name] for metric in left if metric.name in values}
-
-
-def _number(metric: Metric, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"metric {metric.name!r} returned a {type(value).__name__}, not a number"
-        ) from None
+        else:
+            value = metric.finish(totals[metric.name]) if metric.name in totals else None
+        try:
+            values |= {} if value is None else {metric.name: float(value)}
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"metric {metric.name!r} returned a {type(value).__name__}, not a number"
+            ) from None
+    return values
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -7,8 +7,7 @@ cannot run the module. Where clients train on minibatches, a `Session` lets the 
 numbers and change its buffers.
 
 One by one, a client's numbers are those of the client alone to the last bit. `vmap` adds up in
-another order: they agree to 1e-12 of the largest entry in float64, and to 1e-4 in float32. The
-simulator on the CPU, which promises bits, therefore does not stack modules.
+another order, so the simulator on the CPU, which promises bits, does not stack modules.
 """
 
 from __future__ import annotations
@@ -55,17 +54,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 class ModuleObjective(Objective):
     """``f_m(θ) = w loss(module_θ(x), y) + l2/2 ‖θ‖²``, where ``loss`` is a mean over ``n`` samples.
 
-    The weight ``w`` is 1 if ``scaling`` is ``"mean"`` and ``n`` if it is ``"sum"``. The layout
-    lists the parameters that require a gradient, in the order of ``named_parameters``; others stay
-    as they are. `Objective.from_module` explains the arguments.
-
-    >>> objective = ModuleObjective(nn.Linear(4, 3), l2=0.1)
-    >>> objective.layout
-    (('weight', (3, 4)), ('bias', (3,)))
-    >>> features, labels = np.eye(4), np.array([0, 1, 2, 0])
-    >>> loss, gradient = objective.losses_and_gradients(np.zeros(15), features, labels)
-    >>> round(loss / np.log(3), 9), gradient.shape
-    (np.float64(1.0), (15,))
+    The weight ``w`` is 1 if ``scaling`` is ``"mean"`` and ``n`` if it is ``"sum"``.
+    `Objective.from_module` explains the arguments.
     """
 
     stackable = False
@@ -103,8 +93,7 @@ class ModuleObjective(Objective):
         self.input_shape = input_shape
         self.scaling = scaling
         self.carrier: Carrier | None = None
-        self.module = private
-        """The module as it came: names, frozen parameters, buffers; not to be changed."""
+        self.module = private  # as it came: names, frozen parameters, buffers; not to be changed
         self._evaluated = _for_evaluation(private)
         self._loss_function = nn.functional.cross_entropy if loss is None else loss
         self._shapes_were_checked = False
@@ -194,9 +183,7 @@ class ModuleObjective(Objective):
         shaped = gradients.reshape(*leading, gradients.shape[-1])
         return _like(features, losses.reshape(leading)), _like(features, shaped)
 
-    def _regularized(
-        self, flat: Tensor, losses: Tensor, gradients: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _regularized(self, flat: Tensor, losses: Tensor, gradients: Tensor) -> Any:
         if not self.l2:
             return losses, gradients
         slopes = self.l2 * flat[: gradients.shape[-1]]  # none where only losses are wanted
@@ -294,8 +281,7 @@ class ModuleObjective(Objective):
     def _client_loss(
         self, flat: Tensor, state: State, inputs: Tensor, labels: Tensor, *, training: bool
     ) -> Tensor:
-        outputs = self._call(flat, state, inputs, training=training)
-        loss = self._loss(outputs, labels)
+        loss = self._loss(self._call(flat, state, inputs, training=training), labels)
         return loss * len(labels) if self.scaling == "sum" else loss
 
     def _state(self, flat: Tensor, buffers: Buffers | None = None) -> State:
@@ -430,26 +416,26 @@ _STREAM = 0xD20F
 
 
 class Carrier(Protocol):
-    """Keeps a model's buffers between rounds."""
+    """Keeps a model's buffers between rounds.
 
-    def start(self, client: int) -> Buffers:
-        """Return the buffers that a client's training starts from."""
+    It says with which a client's training starts, takes those after it, says with which a model is
+    measured, and gives contexts for the models to be measured: one, or one per client.
+    """
 
-    def finish(self, client: int, buffers: Buffers) -> None:
-        """Take the buffers after a client's training."""
+    def start(self, client: int) -> Buffers: ...
 
-    def evaluation(self) -> Buffers:
-        """Return the buffers with which a model is measured."""
+    def finish(self, client: int, buffers: Buffers) -> None: ...
 
-    def views(self) -> Sequence[AbstractContextManager[None]]:
-        """Return contexts, one for each model that is to be measured: one, or one per client."""
+    def evaluation(self) -> Buffers: ...
+
+    def views(self) -> Sequence[AbstractContextManager[None]]: ...
 
 
 class Session:
-    """Gradients on minibatches of one client, one after the other.
+    """Gradients on minibatches of one client, one after the other; ``key`` as in `session`.
 
     Buffers start from ``start`` (None: the module's own); `state` are they as the last step left
-    them, and frozen parameters. ``key`` is (seed, client, round).
+    them, and frozen parameters.
     """
 
     def __init__(self, objective: ModuleObjective, key: Sequence[int], start: Buffers | None):
@@ -473,9 +459,8 @@ class Session:
                 self.state = objective._state(flat, self._start)
             with self._drawing(flat.device):
                 leaf = flat.detach().requires_grad_()
-                loss = objective._client_loss(
-                    leaf, self.state, inputs[0], targets[0], training=True
-                )
+                samples = inputs[0], targets[0]
+                loss = objective._client_loss(leaf, self.state, *samples, training=True)
                 (gradient,) = torch.autograd.grad(loss, leaf)
         loss, gradient = objective._regularized(flat, loss.detach(), gradient)
         return _like(features, loss), _like(features, gradient)

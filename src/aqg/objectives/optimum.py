@@ -53,13 +53,6 @@ def find_optimum(
     ends when the error bound is at most `TOLERANCE`, when rounding stops all progress, or after
     ``max_passes`` passes over the data: read ``error_bound`` for what was reached. ``progress`` is
     told after every step which share of the way lies behind, in the logarithm of the error bound.
-
-    >>> from aqg.objectives import make_objective
-    >>> features, labels = np.array([[1.0], [-2.0]]), np.array([1, 0])
-    >>> objective = make_objective("logistic", 1, 2, l2=0.1, scaling="mean")
-    >>> optimum = find_optimum(objective, [(features, labels)])
-    >>> round(optimum.value, 9), optimum.error_bound <= 1e-12
-    (0.237259439, True)
     """
     if not objective.convex:
         raise ConfigError(
@@ -97,13 +90,12 @@ def find_optimum(
         if math.isfinite(first_bound):
             progress(math.log(first_bound / best.error_bound) / math.log(first_bound / TOLERANCE))
 
+    # Only the certificate decides: the solver's own criteria are switched off.
+    options = {"maxcor": 40, "ftol": 0.0, "gtol": 0.0, "maxiter": max_passes}
+    how: Any = {"jac": True, "method": "L-BFGS-B", "callback": stop_when_certified}
     while best.error_bound > TOLERANCE and num_passes < max_passes:
-        previous = best.error_bound
-        # Only the certificate decides: the solver's own criteria are switched off.
-        options = {"maxcor": 40, "ftol": 0.0, "gtol": 0.0, "maxiter": max_passes}
-        options["maxfun"] = max_passes - num_passes
-        how: Any = {"jac": True, "method": "L-BFGS-B", "options": options}
-        optimize.minimize(evaluate, best_params, callback=stop_when_certified, **how)
+        previous, options["maxfun"] = best.error_bound, max_passes - num_passes
+        optimize.minimize(evaluate, best_params, options=options, **how)
         if not math.isfinite(best.value):
             raise DataError("the loss is not finite at θ = 0; the data holds NaN or infinity")
         if best.error_bound > previous / 2:
@@ -119,9 +111,8 @@ def cached_optimum(
     """Return the optimum stored under ``key``, or compute and store it.
 
     ``key`` has to name everything the optimum depends on: data, partition, model, ``l2``, scaling.
-    Entries lie in ``optima`` under ``cache_dir``, which is by default what the environment variable
-    ``AQG_CACHE_DIR`` says or else the user's cache directory. The cache only saves time: an entry
-    that cannot be read is computed again, and one that cannot be written is not kept.
+    Entries lie in ``optima`` under ``cache_dir``, by default ``AQG_CACHE_DIR`` or the user's cache.
+    An entry that cannot be read is computed again, and one that cannot be written is not kept.
     """
     canonical = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
@@ -144,5 +135,5 @@ def _read_entry(path: Path, canonical: str) -> Optimum | None:
         optimum = Optimum(**{name: float(number) for name, number in numbers.items()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    intact = stored_key == canonical and all(map(math.isfinite, asdict(optimum).values()))
-    return optimum if intact else None
+    is_intact = stored_key == canonical and all(map(math.isfinite, asdict(optimum).values()))
+    return optimum if is_intact else None

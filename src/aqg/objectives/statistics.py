@@ -2,17 +2,15 @@
 
 The running mean and variance of batch normalization are no parameters: no gradient carries them,
 and a lossy compressor would make a variance negative. They go beside the update instead, in frames
-of `aqg.wire.statistics`: a client sends the tensors that training changed, the server averages them
-with the weights of the updates and sends the result down with the model.
+of `aqg.wire.statistics`; the server averages them with the weights of the updates.
 
 * Normalization layers' buffers travel in every round; any other buffer of the module's state
   travels from the round on in which training changed it, so constants never do.
 * Integer buffers count on: the server adds the largest increase of a client.
-* The server sends one byte per value, and with error feedback: what rounding leaves out is added in
-  the next round. Tensors that no client has changed yet are in half precision.
-* A client sends by how much values changed since the server sent them, by stochastic rounding to
-  powers of two: four bits per value.
-* No rounding makes a variance negative.
+* The server sends one byte per value, with error feedback; in half precision until a client has
+  changed the tensor.
+* A client sends changes by stochastic rounding to powers of two: four bits per value. No rounding
+  makes a variance negative.
 * Where the mean over the last models is measured and kept (`aqg.core.step_sizes`), it goes with the
   same mean of their statistics: those of the last model alone do not fit it.
 """

@@ -33,6 +33,8 @@ from aqg.spec import Code, file_digest, load_file, seeded
 SETTINGS = tuple(table(RunSettings))
 NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
 """Training samples of the datasets by name."""
+_LOCAL = ("batch_size", "local_steps", "local_epochs", "local_rate")
+"""The settings of `LocalTraining`, in its order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +109,12 @@ class RunConfig(RunSettings):
         >>> resolve({})[0].title
         'softmax on digits, 10 clients, label split'
         """
+        learned = self.problem or self.model
+        code = Code.parse(learned)
+        learned = learned if code is None else code.short
         if self.problem is not None:
-            code = Code.parse(self.problem)
-            name = self.problem if code is None else code.short
-            return f"{name}, {self.clients} clients"
-        code = Code.parse(self.model)
-        model = self.model if code is None else code.short
-        return f"{model} on {self.data_name}, {self.clients} clients, {self.partition} split"
+            return f"{learned}, {self.clients} clients"
+        return f"{learned} on {self.data_name}, {self.clients} clients, {self.partition} split"
 
     @property
     def data_name(self) -> str:
@@ -130,16 +131,13 @@ class RunConfig(RunSettings):
     def training(self) -> Training:
         """Return what clients compute, who is sampled, how they count, and the server's step."""
         plain, recipe = self._plain_training(), self._made_recipe()
-        sees_all, optimizer = plain.local.sees_all_samples, plain.optimizer
-        downlink = resolve_downlink(self.downlink, recipe)
-        step = resolve_step(self.step, recipe, sees_all, optimizer)
-        return replace(plain, downlink=downlink, step=step)
+        step = resolve_step(self.step, recipe, plain.local.sees_all_samples, plain.optimizer)
+        return replace(plain, downlink=resolve_downlink(self.downlink, recipe), step=step)
 
     def _plain_training(self) -> Training:
         """Return what does not depend on the recipe."""
-        names = ("batch_size", "local_steps", "local_epochs", "local_rate")
         return Training(
-            LocalTraining(*(getattr(self, name) for name in names)),
+            LocalTraining(*(getattr(self, name) for name in _LOCAL)),
             make_optimizer(self.optimizer),
             self.weighting,
             self.participation,
@@ -170,8 +168,7 @@ def read_stored(settings: Mapping[str, Any]) -> RunConfig:
 
 def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
     """Return ``η·K/M``, where a client with the mean number of samples takes ``K`` local steps."""
-    names = ("batch_size", "local_steps", "local_epochs", "local_rate")
-    values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in names)
+    values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in _LOCAL)
     local = LocalTraining(*values)
     clients: int = max(1, _typed("clients", settings["clients"]))
     num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
@@ -225,7 +222,8 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, str) and is_module(model):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
     if "alpha" not in merged:
-        if facts is None and not is_module(_typed("model", model)) and _is_exact(merged):
+        is_exact = all(merged.get(name, v) == v for name, v in _OF_EXACT_GRADIENTS.items())
+        if facts is None and not is_module(_typed("model", model)) and is_exact:
             step_size = _dataset_step_size(merged)
         else:
             num_samples = NUM_SAMPLES[dataset] if facts is None else facts.num_samples
@@ -259,10 +257,8 @@ def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict
     return merged
 
 
-def _is_exact(settings: Mapping[str, Any]) -> bool:
-    """Tell whether clients send gradients on all their samples; a dataset's step is for these."""
-    plain = {"batch_size": None, "local_steps": 1, "local_epochs": None}
-    return all(settings.get(name, value) == value for name, value in plain.items())
+_OF_EXACT_GRADIENTS = {"batch_size": None, "local_steps": 1, "local_epochs": None}
+"""With these, clients send gradients on all their samples; a dataset's step is for them."""
 
 
 def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
@@ -273,7 +269,7 @@ def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
     with momentum oscillate: the step is shortened by the fraction sampled.
     """
     optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
-    step_size = step_size * optimizer.fresh_share
+    step_size *= optimizer.fresh_share
     if isinstance(optimizer, Adam):
         step_size = ADAM_STEP_SIZE
     if optimizer.fresh_share < 1:
@@ -289,8 +285,7 @@ def _dataset_step_size(settings: Mapping[str, Any]) -> float:
     clients: int = _typed("clients", settings["clients"])
     if scaling == "sum" or clients < 1:
         return step_size
-    default_clients: int = DATASET_DEFAULTS[dataset]["clients"]
-    return step_size * default_clients / clients
+    return step_size * int(DATASET_DEFAULTS[dataset]["clients"]) / clients
 
 
 def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[RunConfig, ...]:
@@ -307,14 +302,11 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
     """
     _check_names(settings)
     settings = {name: located(name, value) for name, value in settings.items()}
-    if settings.get("problem") is not None:
-        merged = problem_defaults(settings, data_dir)
-    else:
-        merged = dataset_defaults(settings)
+    is_own = settings.get("problem") is not None
+    merged = problem_defaults(settings, data_dir) if is_own else dataset_defaults(settings)
     merged.setdefault("recipe", "auto,gd,laq")
     recipes = merged.pop("recipe")
-    names = recipes.split(",") if isinstance(recipes, str) else list(recipes)
-    names = [name.strip() for name in names]
+    names = [name.strip() for name in (recipes.split(",") if isinstance(recipes, str) else recipes)]
     if len(set(names)) < len(names):
         raise ConfigError(f"a recipe is named twice in {','.join(names)}")
     merged["files"] = _noted_files(merged)
@@ -332,14 +324,12 @@ def names_step(settings: Mapping[str, Any]) -> bool:
 
 def _file_of(name: str, value: Any) -> Code | Path | None:
     """Return the file that a setting names, or the function in one."""
-    if isinstance(value, str):
-        if name == "problem":
-            return Code.required(name, value)
-        if name == "model":
-            return Code.parse(value)
-        if name == "init" or (name == "dataset" and is_dataset_file(value)):
-            return Path(value)
-    return None
+    if not isinstance(value, str):
+        return None
+    if name in ("problem", "model"):
+        return Code.required(name, value) if name == "problem" else Code.parse(value)
+    is_file = name == "init" or (name == "dataset" and is_dataset_file(value))
+    return Path(value) if is_file else None
 
 
 def located(name: str, value: Any) -> Any:
@@ -382,28 +372,25 @@ def guard_file(
 
 
 def check_files(config: RunConfig) -> None:
-    _compare_digests(
-        dict(config.files), {path: file_digest(Path(path)) for path, _ in config.files}
-    )
+    _digests(dict(config.files), [path for path, _ in config.files])
 
 
 def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the digest of every file that shapes the problem; one that has changed is refused."""
     named = [_file_of(name, settings.get(name)) for name in ("dataset", "model", "problem", "init")]
-    found = [file for file in named if file is not None]
-    paths = [str(file.path if isinstance(file, Code) else file) for file in found]
-    now = {path: file_digest(Path(path)) for path in dict.fromkeys(paths)}
-    _compare_digests(dict(_typed("files", settings.get("files", ()))), now)
-    return tuple(now.items())
+    paths = [str(file.path if isinstance(file, Code) else file) for file in named if file]
+    return _digests(dict(_typed("files", settings.get("files", ()))), paths)
 
 
-def _compare_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _digests(before: Mapping[str, str], paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    now = {path: file_digest(Path(path)) for path in paths}
     for path, digest in now.items():
         if before.get(path, digest) != digest:
             raise ConfigError(
                 f"{path!r} is not the file that this run began with (SHA-256 {before[path][:12]} "
                 f"then, {digest[:12]} now); put that one back, or start a new run"
             )
+    return tuple(now.items())
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:
@@ -412,19 +399,14 @@ def load_plugins(paths: tuple[str, ...]) -> None:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Parse ``key=value`` with the value in TOML notation, or as a bare word.
-
-    >>> parse_assignment("alpha=0.1"), parse_assignment("model=mlp:200")
-    (('alpha', 0.1), ('model', 'mlp:200'))
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    """Parse ``key=value`` with the value in TOML notation, or as a bare word."""
+    key, equals, value = map(str.strip, text.partition("="))
+    if not equals or not key:
         raise ConfigError(f"{text!r} is not of the form key=value")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    return key.strip(), parsed
+        return key, value
 
 
 def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core.types import IntArray
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
@@ -120,35 +119,25 @@ UPLOADS, DOWNLOADS = "client_upload_bytes", "client_download_bytes"
 """Names in checkpoints, summaries and records."""
 
 
-@dataclass
 class ClientBytes:
-    """Totals per client.
+    """Totals per client, which may go on from ``arrays`` of a checkpoint.
 
-    >>> totals = ClientBytes.first(2)
+    >>> totals = ClientBytes(2)
     >>> for number in (1, 2):
     ...     totals.add(RoundRecord(number, None, (4, 0), 9, (), 0, 0, 24, (8, 1), (12, 12)))
     >>> totals.to_json()
     {'client_upload_bytes': [16, 2], 'client_download_bytes': [24, 24]}
     """
 
-    uploads: IntArray
-    downloads: IntArray
-
-    @staticmethod
-    def first(num_clients: int) -> ClientBytes:
-        return ClientBytes(np.zeros(num_clients, np.int64), np.zeros(num_clients, np.int64))
+    def __init__(self, num_clients: int, arrays: Mapping[str, IntArray] | None = None) -> None:
+        names = (UPLOADS, DOWNLOADS)
+        begun = arrays or {name: np.zeros(num_clients, np.int64) for name in names}
+        self.arrays = {name: begun[name] for name in names}
 
     def add(self, record: RoundRecord) -> None:
-        sent, received = record.client_upload_bytes, record.client_download_bytes
-        self.uploads[: len(sent)] += np.array(sent, np.int64)
-        self.downloads[: len(received)] += np.array(received, np.int64)
-
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        return {UPLOADS: self.uploads, DOWNLOADS: self.downloads}
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> ClientBytes:
-        return ClientBytes(arrays[UPLOADS], arrays[DOWNLOADS])
+        for name, totals in self.arrays.items():
+            sizes = getattr(record, name)
+            totals[: len(sizes)] += np.array(sizes, np.int64)
 
     def to_json(self) -> dict[str, list[int]]:
-        return {name: totals.tolist() for name, totals in self.to_arrays().items()}
+        return {name: totals.tolist() for name, totals in self.arrays.items()}

@@ -1,13 +1,6 @@
-"""A run's directory: what is in it, and the one place that reads and writes it.
+"""A run's directory, in the one place that reads and writes it.
 
-==================== ======================================================================
-``config.toml``      the resolved settings; ``aqg run --config`` on it repeats the run
-``rounds.jsonl``     one JSON object per round, each with a checksum
-``checkpoint.npz``   everything needed to go on after the last saved round
-``summary.json``     the results, once the run is complete
-``best.safetensors`` and ``model.safetensors``, the best model and the last
-==================== ======================================================================
-
+``docs/reference/files.md`` says what is in it.
 A crash or a power cut at any moment leaves the directory usable. A checkpoint names the run it
 belongs to and the bytes of ``rounds.jsonl`` it counts on, which are on disk before it is; lines
 beyond these are dropped when a run goes on. Anything else that does not fit is damage: it is named,
@@ -17,6 +10,7 @@ and nothing is changed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -39,6 +33,8 @@ CONFIG = "config.toml"
 ROUNDS = "rounds.jsonl"
 CHECKPOINT = "checkpoint.npz"
 SUMMARY = "summary.json"
+STATISTICS = ("statistics_upload_bytes", "statistics_download_bytes")
+"""Fields of records and summaries where there are such bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class Line:
     def to_json(self) -> str:
         """Write as one line; a loss beyond all numbers becomes null.
 
-        What each client sent and received is not in it: over thousands of rounds with thousands of
-        clients that would be most of the file, and the run's totals are in the summary.
+        What each client sent and received is in the summary alone: it would be most of the file.
         """
         record = self.record
         row: dict[str, Any] = {
@@ -65,9 +60,8 @@ class Line:
         if record.simulated_seconds is not None:
             row["simulated_seconds"] = record.simulated_seconds
         row |= metric_fields(self.metrics)
-        if record.statistics_upload_bytes or record.statistics_download_bytes:
-            row["statistics_upload_bytes"] = record.statistics_upload_bytes
-            row["statistics_download_bytes"] = record.statistics_download_bytes
+        statistics = {name: getattr(record, name) for name in STATISTICS}
+        row |= statistics if any(statistics.values()) else {}
         if record.faults:
             row["faults"] = [list(fault) for fault in record.faults]
         return json.dumps(row, allow_nan=False)
@@ -160,16 +154,15 @@ def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
 
 def _claim(path: Path) -> Path:
     """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
-    candidate, number = path, 1
-    while True:
-        with (
-            files.explained(f"output directory {str(path)!r} cannot be made"),
-            suppress(FileExistsError),
-        ):
-            candidate.mkdir(parents=True)
-            return candidate
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{k}") for k in itertools.count(2))
+    )
+    with files.explained(f"output directory {str(path)!r} cannot be made"):
+        for candidate in names:
+            with suppress(FileExistsError):
+                candidate.mkdir(parents=True)
+                break
+    return candidate
 
 
 _START_AGAIN = f"delete {CHECKPOINT} to start this run again"
@@ -199,11 +192,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path, before_round: int | None = None) -> list[Line]:
     """Read the rounds of a run, up to but not including ``before_round``."""
     lines = files.whole_lines(path / ROUNDS)
-    if before_round is not None:
-        if len(lines) < before_round - 1:
-            raise RunError(_too_few(path / ROUNDS, len(lines), before_round - 1))
-        lines = lines[: before_round - 1]
-    return _as_lines(path / ROUNDS, lines)
+    if before_round is not None and len(lines) < before_round - 1:
+        raise RunError(_too_few(path / ROUNDS, len(lines), before_round - 1))
+    return _as_lines(path / ROUNDS, lines if before_round is None else lines[: before_round - 1])
 
 
 def _too_few(file: Path, found: int, needed: int) -> str:
@@ -214,16 +205,13 @@ def _too_few(file: Path, found: int, needed: int) -> str:
 def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
     found = []
     for number, row in enumerate(files.parse_lines(file, lines), start=1):
+        damaged = f"{str(file)!r} is damaged: line {number}"
         try:
-            line = Line.of(row)
+            found.append(Line.of(row))
         except (KeyError, TypeError, ValueError) as error:
-            what = f"it has no usable {error}"
-            raise RunError(f"{str(file)!r} is damaged: line {number}: {what}") from None
-        if line.record.round != number:
-            raise RunError(
-                f"{str(file)!r} is damaged: line {number} is of round {line.record.round}"
-            )
-        found.append(line)
+            raise RunError(f"{damaged}: it has no usable {error}") from None
+        if row["round"] != number:
+            raise RunError(f"{damaged} is of round {row['round']}")
     return found
 
 
@@ -246,11 +234,9 @@ class RunFiles:
 
         What ``rounds.jsonl`` holds beyond them is removed; lines are added to it from now on.
         """
-        file, rounds = self.path / CHECKPOINT, self.path / ROUNDS
-        found = files.read_arrays(file, _START_AGAIN)
-        content = b""
-        if found is not None:
-            content = self._counted_on(found[1])
+        rounds = self.path / ROUNDS
+        found = files.read_arrays(self.path / CHECKPOINT, _START_AGAIN)
+        content = b"" if found is None else self._counted_on(found[1])
         lines = _as_lines(rounds, content.split(b"\n")[:-1])
         self._digest, self._num_bytes = hashlib.sha256(content), len(content)
         with files.explained(f"{str(rounds)!r} cannot be written"):

@@ -1,15 +1,12 @@
 """Runs whatever a plan wants next, wherever it runs, until nothing is left.
 
 The executor asks the plan for a job whenever a worker is free, hands it over, and hands the plan
-the result. It does not know what a study is, and a plan does not know where its runs run. All that
-every study needs is here: what happens is told to a display; the first Ctrl-C lets runs finish
-their round and save, the second stops at once; a run that fails costs only itself, and one whose
-worker died is tried again where the place says so.
+the result. The first Ctrl-C lets runs finish their round and save, the second stops at once; a run
+that fails costs only itself, and one whose worker died is tried again where the place says so.
 
-`Processes` are the place on this machine. A task that fails, or takes its process down with it,
-costs nothing but itself: every process has a pipe of its own, so a killed one leaves no lock
-behind, and the next task gets a new process. Processes ignore Ctrl-C: a terminal sends it to all,
-and only the executor shall decide what it means. They are asked to stop through their pipes.
+`Processes` are the place on this machine. Every process has a pipe of its own, so a killed one
+leaves no lock behind, and the next task gets a new process. Processes ignore Ctrl-C: a terminal
+sends it to all, and only the executor decides what it means. They are asked through their pipes.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import signal
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
@@ -100,8 +97,7 @@ Handle: TypeAlias = Callable[[Event], None]
 class Place(AbstractContextManager["Place"]):
     """Where up to ``jobs`` tasks run at a time; on leaving it, all workers are gone."""
 
-    retries = 0
-    """How often a task is started again whose worker died."""
+    retries = 0  # how often a task is started again whose worker died
     jobs: int
 
     def __init__(self) -> None:
@@ -133,9 +129,8 @@ def carry_out(
     """Do one job after the other, as many at a time as the place has room for.
 
     ``next_job`` returns None while everything left depends on jobs under way. ``take`` is given
-    what came of a job: what its task returned, or an `AqgError`. ``handle`` is told of everything,
-    with the job it is about. On Ctrl-C, `Interrupted` is raised after every task under way has
-    stopped.
+    what came of a job: what its task returned, or an `AqgError`. ``handle`` is told of everything.
+    On Ctrl-C, `Interrupted` is raised after every task under way has stopped.
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
     deaths: dict[int, int] = {}
@@ -198,9 +193,8 @@ def run_tasks(
             raise result
         results[index] = result
 
-    carry_out(
-        lambda: next(waiting, None), tasks.__getitem__, place, take, lambda _, event: handle(event)
-    )
+    jobs = (lambda: next(waiting, None)), tasks.__getitem__
+    carry_out(*jobs, place, take, lambda _, event: handle(event))
     return results
 
 
@@ -293,7 +287,6 @@ class Processes(Place):
             receive(event)
 
     def ask_to_stop(self) -> None:
-        """Ask tasks that save to do so, and end the others; what is lost can be done again."""
         for worker in self._workers:
             worker.ask_to_stop()
 
@@ -301,12 +294,9 @@ class Processes(Place):
         for worker in self._workers:
             if worker.index is None:
                 return worker
-        environment = dict(ONE_THREAD)
-        if self._gpus:
-            taken = [worker.gpu for worker in self._workers]
-            gpu = min(self._gpus, key=taken.count)
-            environment[_GPUS] = gpu
-        self._workers.append(_Worker(environment))
+        taken = [worker.gpu for worker in self._workers]
+        gpu = {_GPUS: min(self._gpus, key=taken.count)} if self._gpus else {}
+        self._workers.append(_Worker(ONE_THREAD | gpu))
         return self._workers[-1]
 
     def _drop(self, worker: _Worker) -> None:
@@ -339,11 +329,10 @@ class _Worker:
 
     def _send(self, message: tuple[int, Task] | None) -> bool:
         """Send a task, or None to ask it to stop; return False if the process is gone."""
-        try:
+        with suppress(OSError):
             self.connection.send(message)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def receive(self) -> Event:
         """Take the next message about the task; without one, the process has died."""
@@ -369,7 +358,7 @@ class _Worker:
         return f"its process ended with exit code {code} before the run did"
 
     def ask_to_stop(self) -> None:
-        """Ask the task under way to stop, or end the process where that would be of no use."""
+        """Ask the task under way to save and stop, or end the process: it can be done again."""
         if self.index is None:
             return
         self._is_stopped = True

@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from aqg import __version__
 from aqg.core.types import FloatArray
-from aqg.objectives.base import Objective
 from aqg.objectives.layout import Buffers
 from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
@@ -86,13 +85,7 @@ def read_configs(
 
 
 def identity(config: RunConfig) -> str:
-    """Return what tells a run from others: a digest of its settings that are not the defaults.
-
-    >>> from aqg.runs.config import resolve
-    >>> first, second = (identity(resolve({"recipe": name})[0]) for name in ("lean", "gd"))
-    >>> first == second
-    False
-    """
+    """Return what tells a run from others: a digest of its settings that are not the defaults."""
     defaults = {field.name: field.default for field in fields(RunConfig)}
     settings = {k: v for k, v in asdict(config).items() if v != defaults[k]}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -136,10 +129,9 @@ def _run(
 ) -> dict[str, Any]:
     simulation = make_simulation(config, problem)
     arrays, lines = files.restore()
-    client_bytes = ClientBytes.first(problem.num_clients)
+    client_bytes = ClientBytes(problem.num_clients, arrays)
     if arrays is not None:
         simulation.restore(SimulationState.from_arrays(arrays))
-        client_bytes = ClientBytes.from_arrays(arrays)
     directions = {metric.name: metric.higher_is_better for metric in problem.chosen_metrics}
     models = ModelFiles(files.path, directions, simulation.next_round) if keeps_models else None
     progress = Progress()
@@ -151,9 +143,6 @@ def _run(
         judge.look_after(line.record)
     follow = None if judge.metric is None else follow_target(config, simulation)
 
-    def measure() -> dict[str, float]:
-        return simulation.problem.measure(simulation.averaged)
-
     def followed(metrics: dict[str, float]) -> dict[str, float]:
         """Add what the target is about, where that is not among the metrics."""
         if follow is None or judge.metric is None or judge.metric in metrics:
@@ -162,12 +151,12 @@ def _run(
 
     checkpoints, last_report = Checkpoints(), 0.0
     measured_every = max(1, config.rounds // _METRIC_POINTS)
+    measure = simulation.problem.measure
 
     def save() -> None:
         if models is not None:
             models.save()
-        arrays = simulation.state().to_arrays() | client_bytes.to_arrays()
-        files.checkpoint(arrays, len(lines))
+        files.checkpoint(simulation.state().to_arrays() | client_bytes.arrays, len(lines))
         contact.saved()
 
     while simulation.next_round <= config.rounds and not judge.is_over():
@@ -175,7 +164,7 @@ def _run(
         is_measured = (number - 1) % measured_every == 0
         if is_measured:
             model = _snapshot(simulation)
-        metrics = followed(measure() if is_measured else {})
+        metrics = followed(measure(simulation.averaged) if is_measured else {})
         judge.look_before(number, metrics)
         if judge.is_over():
             break
@@ -201,7 +190,7 @@ def _run(
     contact.tell(progress)
 
     final_loss = simulation.loss()
-    metrics = measure()
+    metrics = measure(simulation.averaged)
     measured = followed(metrics)
     judge.look_before(simulation.next_round, measured)
     if models is not None:
@@ -250,37 +239,27 @@ class Checkpoints:
 
 
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
-    """Return what makes the tensors of the model as it is now, by name."""
-    params, buffers = simulation.averaged, shared_buffers(simulation)
-    return lambda: name_tensors(simulation.problem.objective, params, buffers)
+    """Return what makes the tensors of the model as it is now, by name.
+
+    Where clients keep statistics of their own, those that the module came with are among them.
+    """
+    params, objective = simulation.averaged, simulation.problem.objective
+    layout = getattr(objective, "model_layout", None)
+    is_shared = layout is not None and layout.policy == "average"
+    buffers = simulation.statistics.averaged() if is_shared else None
+    return lambda: name_tensors(objective, params, buffers)
 
 
-def name_tensors(objective: Objective, params: FloatArray, buffers: Buffers | None) -> Any:
+def name_tensors(objective: Any, params: FloatArray, buffers: Buffers | None) -> Any:
     """Return all tensors of a model by name: a module's own state, or those of a closed form."""
     layout = getattr(objective, "model_layout", None)
     if layout is not None:
-        module = copy.deepcopy(objective.module)  # type: ignore[attr-defined]
+        module = copy.deepcopy(objective.module)
         layout.load(module, params)
         if buffers is not None:
             layout.write_buffers(module, buffers)
         return module.state_dict()
-    tensors: dict[str, Any] = {}
-    position = 0
-    for name, shape in objective.layout:
-        size = math.prod(shape)
-        tensors[name] = params[position : position + size].reshape(shape)
-        position += size
-    return tensors
-
-
-def shared_buffers(simulation: FastSimulation | ReferenceSimulation) -> Buffers | None:
-    """Return the statistics that go with the model that is kept; None where none are shared.
-
-    Files of a run whose clients keep statistics of their own hold those that the module came with.
-    """
-    layout = getattr(simulation.problem.objective, "model_layout", None)
-    is_shared = layout is not None and layout.policy == "average"
-    return simulation.statistics.averaged() if is_shared else None
+    return dict(zip((name for name, _ in objective.layout), objective.tensors(params), strict=True))
 
 
 class Measured(NamedTuple):
@@ -306,14 +285,11 @@ class ModelFiles:
     def _read(self, next_round: int) -> Measured | None:
         """Return the best model so far; one of a round that is run again will be found again."""
         path = self._directory / BEST
-        if not path.exists():
-            return None
-        notes = read_notes(path)
-        try:
+        notes = read_notes(path) if path.exists() else {}
+        with suppress(KeyError, ValueError, TypeError):
             found = Measured(int(notes["rounds"]), notes["measure"], float(notes["value"]))
-        except (KeyError, ValueError, TypeError):
-            return None
-        return found if found.rounds < next_round else None
+            return found if found.rounds < next_round else None
+        return None
 
     def consider(
         self,
@@ -327,9 +303,8 @@ class ModelFiles:
         measure, value = ("loss", loss) if name is None else (f"test_{name}", metrics[name])
         if value is None or not math.isfinite(value):
             return
-        best = self.best
+        best, sign = self.best, -1.0 if name is not None and self._directions[name] else 1.0
         if best is not None and best.measure == measure:
-            sign = -1.0 if name is not None and self._directions[name] else 1.0
             if not sign * value < sign * best.value:
                 return
         elif best is not None and measure == "loss":
@@ -353,16 +328,12 @@ _LIBRARIES = ("numpy", "numba", "scipy", "torch")
 def installed_versions() -> dict[str, str]:
     """Return the versions of aqg, Python and the libraries that compute, and the kind of processor.
 
-    Libraries that are not installed are left out.
-
     >>> installed_versions()["numpy"].split(".")[0]
     '2'
     """
     python = platform.python_version()
     versions = {"aqg": __version__, "machine": platform.machine(), "python": python}
     for name in _LIBRARIES:
-        try:
+        with suppress(metadata.PackageNotFoundError):  # an optional one
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an optional one
-            continue
     return versions

@@ -46,10 +46,8 @@ JobType = TypeVar("JobType", bound=Job)
 class StudyPlan(ABC, Generic[JobType]):
     """What a study runs next, and what came of it so far."""
 
-    num_before = 0
-    """How many jobs were finished before."""
-    bytes_before = 0
-    """What these sent and received."""
+    num_before = 0  # how many jobs were finished before
+    bytes_before = 0  # what these sent and received
 
     def __init__(self) -> None:
         self.failures: dict[str, AqgError] = {}  # by the job's name
@@ -88,8 +86,7 @@ class Batch(StudyPlan[Job]):
         for job in unfinished(jobs, directory):
             groups.setdefault(problem_key(job.config), []).append(job)
         self.left: Sequence[Job] = [job for group in groups.values() for job in group]
-        left = {job.name for job in self.left}
-        found = (read_summary(directory / job.name) for job in jobs if job.name not in left)
+        found = (read_summary(directory / job.name) for job in jobs)
         done = [summary for summary in found if summary is not None]
         self.num_before = len(done)
         self.bytes_before = sum(summary["total_bytes"] for summary in done)
@@ -189,10 +186,8 @@ class _Prepare:
         for config in self.configs:
             load_plugins(config.plugins)
             try_out(config, load(config, self.data_dir))
-            needs_minimum = config.target_kind == "residual" or not (
-                config.hold or config.validation
-            )
-            if minimum is None and needs_minimum:
+            is_followed = config.hold or config.validation
+            if minimum is None and (config.target_kind == "residual" or not is_followed):
                 # That of the data as they are: perturbed ones are measured against it.
                 plain = replace(config, perturbation=0)
                 minimum = find_minimum(plain, load(plain, self.data_dir))

@@ -7,6 +7,7 @@ byte that all clients had sent and received by then.
 """
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ def build_problem(config: RunConfig, data_dir: Path | None = None) -> Problem:
 
 
 def load_problem(config: RunConfig, data_dir: Path | None = None) -> tuple[Problem, str]:
+    """Return the problem, and as text what each client holds."""
     check_files(config)
     if config.problem is None:
         dataset = _chosen(load_dataset(config.dataset, data_dir), config.samples)
@@ -86,15 +88,12 @@ def make_problem(
 ) -> Problem:
     objective = _make_objective(config, dataset)
     features, labels = _prepare(config, dataset.features, dataset.labels)
+    clients = tuple(Samples(features[part], labels[part]) for part in parts)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
         test = _prepare(config, dataset.test_features, dataset.test_labels)
-    return Problem(
-        objective=objective,
-        clients=tuple(Samples(features[part], labels[part]) for part in parts),
-        initial_params=objective.init_params(config.seed).astype(np.dtype(config.dtype)),
-        test=test,
-    )
+    start = objective.init_params(config.seed).astype(np.dtype(config.dtype))
+    return Problem(objective, clients, start, test)
 
 
 def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
@@ -124,22 +123,19 @@ def _prepare(config: RunConfig, features: NDArray[Any], labels: NDArray[Any]) ->
 
     Models in closed form take rows of numbers.
     """
+    kind = config.dtype
     if not is_module(config.model):
-        features = features.reshape(len(features), -1).astype(config.dtype, copy=False)
-    pair = features, labels
-    return Samples(
-        *(a.astype(config.dtype, copy=False) if a.dtype.kind == "f" else a for a in pair)
-    )
+        features = features.reshape(len(features), -1).astype(kind, copy=False)
+    given = (features, labels)
+    return Samples(*(a.astype(kind, copy=False) if a.dtype.kind == "f" else a for a in given))
 
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
     """Return the problem, starting from the model that the config names."""
-    if draw := config.perturbation:
-        clients = tuple(
-            Samples(perturb(samples.features, draw * problem.num_clients + m), samples.labels)
-            for m, samples in enumerate(problem.clients)
-        )
-        problem = replace(problem, clients=clients)
+    if config.perturbation:
+        draws = itertools.count(config.perturbation * problem.num_clients)
+        moved = (Samples(perturb(x, next(draws)), y) for x, y in problem.clients)
+        problem = replace(problem, clients=tuple(moved))
     if config.init is not None:
         problem = start_from(problem, read_tensors(Path(config.init)), config.init)
     return send_start(problem, config.way_to_start, config.seed)
@@ -147,8 +143,7 @@ def _started(config: RunConfig, problem: Problem) -> Problem:
 
 def send_start(problem: Problem, way: str, seed: int) -> Problem:
     """Return the problem with the model that clients have once the first one was sent to them."""
-    params, shapes = problem.initial_params, problem.objective.layout
-    started, message = settle(params, shapes, way, seed=seed)
+    started, message = settle(problem.initial_params, problem.objective.layout, way, seed=seed)
     return replace(problem, initial_params=started, start_bytes=len(message))
 
 
@@ -260,11 +255,9 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     num_samples = config.samples or NUM_SAMPLES.get(config.dataset)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
-    for name, default in (("validation", 0.0), ("problem", None), ("samples", None)):
-        if getattr(config, name) != default:
+    for name in ("validation", "problem", "samples", "weighting"):
+        if getattr(config, name) not in (0.0, None, "equal"):
             key[name] = getattr(config, name)
-    if config.weighting == "samples":
-        key["weighting"] = config.weighting
     if config.files:
         key["files"] = " ".join(digest for _, digest in config.files)
     return key
@@ -282,12 +275,6 @@ def perturb(features: FloatArray, draw: int) -> FloatArray:
     """Return features of which a third each are one unit in the last place higher, lower, the same.
 
     Zeros stay zeros, and draw 0 changes nothing.
-
-    >>> features = np.array([1.0, 0.0, -2.5])
-    >>> bool(np.all(perturb(features, 0) == features)), float(perturb(features, 1)[1])
-    (True, 0.0)
-    >>> float(np.abs(perturb(np.full(100, 1.5), 1) / 1.5 - 1).max()) <= 2**-52
-    True
     """
     if draw == 0:
         return features
@@ -352,8 +339,7 @@ def curve(
     ``values`` are what the run's target is about, ``bytes`` all that travelled, ``tests`` the test
     accuracies that were measured, as pairs of rounds and accuracy.
     """
-    measured = [*((line.record.round - 1, line.metrics) for line in lines)]
-    measured.append((len(lines), final_metrics))
+    measured = enumerate([*(line.metrics for line in lines), final_metrics])
     tests = [[rounds, row["accuracy"]] for rounds, row in measured if "accuracy" in row]
     return {
         "values": [finite_or_none(float(f"{value:.6g}")) for value in values],

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
-from aqg.runs.directory import VALIDATION, Line, finite_or_none, metric_fields
+from aqg.runs.directory import STATISTICS, VALIDATION, Line, finite_or_none, metric_fields
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -42,11 +42,7 @@ _SMALLEST_GOAL = 1e-9
 
 
 def has_diverged(loss: float) -> bool:
-    """Tell whether a loss is beyond all use, where a run need not go on.
-
-    >>> has_diverged(float("nan")), has_diverged(1e21), has_diverged(1e9)
-    (True, True, False)
-    """
+    """Tell whether a loss is beyond all use, where a run need not go on; NaN is."""
     return not loss < _DIVERGED_LOSS
 
 
@@ -68,23 +64,11 @@ class Target:
             raise ConfigError(f"hold is {self.hold}; it must be at least 0")
 
     def is_met(self, value: float) -> bool:
-        """Tell whether a loss, residual or accuracy is good enough; NaN never is.
-
-        >>> Target("accuracy", 0.9).is_met(0.91), Target("residual", 1e-4).is_met(1e-3)
-        (True, False)
-        """
+        """Tell whether a loss, residual or accuracy is good enough; NaN never is."""
         return value >= self.value if self.kind == "accuracy" else value <= self.value
 
     def first_reached(self, values: Sequence[float]) -> int | None:
-        """Return the position from which the target counts as reached; None if it does not.
-
-        >>> Target("loss", 1.0).first_reached([5, 0.9, 2, 0.8, 1, 0.7])
-        3
-        >>> Target("loss", 1.0, hold=2).first_reached([5, 0.9, 2, 0.8, 1, 7])
-        3
-        >>> Target("loss", 1.0, hold=3, is_mean=True).first_reached([5, 0.9, 2, 0.8, 1.1, 0.9])
-        3
-        """
+        """Return the position from which the target counts as reached; None if it does not."""
         if self.hold:
             starts = range(len(values) + 1 - self.hold)
             return next((k for k in starts if self.is_held(values[k : k + self.hold])), None)
@@ -106,10 +90,9 @@ class Target:
         >>> Target("residual", 1e-4).progress(start=1.0, value=1e-2)
         0.5
         """
-        start, value, goal = (
-            1 - number if self.kind == "accuracy" else number
-            for number in (start, value, self.value)
-        )
+        goal = self.value
+        if self.kind == "accuracy":
+            start, value, goal = 1 - start, 1 - value, 1 - goal
         if value <= goal:
             return 1.0
         goal = max(goal, _SMALLEST_GOAL)
@@ -278,8 +261,7 @@ def summarize(
         "worse_than_start": first_loss is not None and not final_loss <= first_loss,
         "faults": sum(len(record.faults) for record in records),
     }
-    names = ("statistics_upload_bytes", "statistics_download_bytes")
-    statistics = {name: sum(getattr(record, name) for record in records) for name in names}
+    statistics = {name: sum(getattr(record, name) for record in records) for name in STATISTICS}
     if any(statistics.values()):
         row |= statistics
     if target is not None:

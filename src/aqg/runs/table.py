@@ -27,17 +27,7 @@ class Table:
     num_labels: int | None = None  # columns that are no numbers; None: all are text
 
     def to_markdown(self) -> str:
-        """Write the table with its title and note.
-
-        >>> table = Table("t", "Costs", "In bits.", ("recipe", "bits"), (("lean", "3"),))
-        >>> print(table.to_markdown())
-        **Costs.** In bits.
-        <BLANKLINE>
-        | recipe | bits |
-        |---|---|
-        | lean | 3 |
-        <BLANKLINE>
-        """
+        """Write the table with its title and note."""
         lines = [f"**{self.title}.** {self.note}", "", _line(self.header)]
         lines.append("|" + "---|" * len(self.header))
         lines.extend(_line(row) for row in self.rows)
@@ -64,12 +54,11 @@ class Table:
             box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
         )
         for position, name in enumerate(self.header):
-            if self.num_labels is None:
-                shown.add_column(_lines(name))
-            elif position < self.num_labels:
-                shown.add_column(_lines(name), style="bold", no_wrap=self.num_labels == 1)
-            else:
-                shown.add_column(_lines(name), justify="right", no_wrap=self.num_labels == 1)
+            style: dict[str, Any] = {}
+            if self.num_labels is not None:
+                is_label = position < self.num_labels
+                style = {"style": "bold"} if is_label else {"justify": "right"}
+            shown.add_column(_lines(name), no_wrap=self.num_labels == 1, **style)
         for row in self.rows:
             shown.add_row(*map(shown_cell, row))
         return shown

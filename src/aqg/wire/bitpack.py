@@ -1,9 +1,8 @@
 """Levels of ``width`` bits, packed without gaps, the first lowest.
 
 Eight levels always take ``width`` whole bytes. The kernels take so many at a time inside 64-bit
-words. The ``close`` functions squeeze the
-unused high bits out of the lanes of a word, the ``open`` functions put them back. Loads and stores
-are written byte by byte, which is right on every byte order, and the compiler merges them.
+words. Loads and stores are written byte by byte, which is right on every byte order, and the
+compiler merges them.
 """
 
 from typing import TypeVar
@@ -94,16 +93,13 @@ def _pack(levels: Levels, width: int, packed: NDArray[np.uint8]) -> None:
             packed[i] = (levels[4 * i] | levels[4 * i + 1] << 2) | (
                 levels[4 * i + 2] << 4 | levels[4 * i + 3] << 6
             )
-    elif width < 8:
-        for i in range(groups):
-            _store(packed, i * width, 8, _close_bytes(_load(levels, 8 * i, 8), width))
     else:
         half = np.uint64(4 * width)
         for i in range(groups):
-            low = _close_shorts(_load(levels, 8 * i, 4), width)
-            high = _close_shorts(_load(levels, 8 * i + 4, 4), width)
-            _store(packed, i * width, 8, low | high << half)
-            _store(packed, i * width + 8, 8, high >> (np.uint64(64) - half))
+            low, high = _join(levels, 8 * i, width), _join(levels, 8 * i + 4, width)
+            _store(packed, i * width, low | high << half)
+            if width > 8:
+                _store(packed, i * width + 8, high >> (np.uint64(64) - half))
     pending = 0
     pending_bits = 0
     position = groups * width
@@ -143,16 +139,16 @@ def _unpack(packed: NDArray[np.uint8], width: int, levels: Levels) -> None:
             levels[4 * i + 1] = packed[i] >> 2 & 3
             levels[4 * i + 2] = packed[i] >> 4 & 3
             levels[4 * i + 3] = packed[i] >> 6
-    elif width < 8:
-        for i in range(groups):
-            _store(levels, 8 * i, 8, _open_bytes(_load(packed, i * width, 8), width))
     else:
-        half = np.uint64(4 * width)
+        half, last = np.uint64(4 * width), np.uint64((1 << width) - 1)
         for i in range(groups):
-            low = _load(packed, i * width, 8)
-            high = low >> half | _load(packed, i * width + 8, 8) << (np.uint64(64) - half)
-            _store(levels, 8 * i, 4, _open_shorts(low, width))
-            _store(levels, 8 * i + 4, 4, _open_shorts(high, width))
+            low = _load(packed, i * width)
+            high = low >> half
+            if width > 8:
+                high |= _load(packed, i * width + 8) << (np.uint64(64) - half)
+            for k in range(4):
+                levels[8 * i + k] = low >> np.uint64(k * width) & last
+                levels[8 * i + 4 + k] = high >> np.uint64(k * width) & last
     pending = 0
     pending_bits = 0
     position = groups * width
@@ -167,51 +163,26 @@ def _unpack(packed: NDArray[np.uint8], width: int, levels: Levels) -> None:
 
 
 @part(forceinline=True)
-def _load(source: Levels, start: int, lanes: int) -> np.uint64:
-    """Read four or eight numbers, the first into the lowest lane of a word."""
+def _join(levels: Levels, start: int, width: int) -> np.uint64:
+    """Put four levels into the low ``4·width`` bits of a word."""
     at = np.uint64(start)
-    word = np.uint64(source[at])
-    for lane in range(1, lanes):
-        word |= np.uint64(source[at + np.uint64(lane)]) << np.uint64(64 // lanes * lane)
+    word = np.uint64(levels[at])
+    for k in range(1, 4):
+        word |= np.uint64(levels[at + np.uint64(k)]) << np.uint64(k * width)
     return word
 
 
 @part(forceinline=True)
-def _store(target: Levels, start: int, lanes: int, word: np.uint64) -> None:
-    """Write what is in the lanes, which are as wide as what ``target`` holds."""
+def _load(packed: NDArray[np.uint8], start: int) -> np.uint64:
     at = np.uint64(start)
-    for lane in range(lanes):
-        target[at + np.uint64(lane)] = word >> np.uint64(64 // lanes * lane)
+    word = np.uint64(packed[at])
+    for k in range(1, 8):
+        word |= np.uint64(packed[at + np.uint64(k)]) << np.uint64(8 * k)
+    return word
 
 
 @part(forceinline=True)
-def _close_bytes(word: np.uint64, width: int) -> np.uint64:
-    """Move eight integers of ``width`` bits, one per byte, into the low ``8·width`` bits."""
-    even, odd = np.uint64(0x00FF00FF00FF00FF), np.uint64(0xFF00FF00FF00FF00)
-    word = word & even | (word & odd) >> np.uint64(8 - width)
-    return _close_shorts(word, 2 * width)
-
-
-@part(forceinline=True)
-def _close_shorts(word: np.uint64, width: int) -> np.uint64:
-    """Move four integers of ``width`` bits, one per two bytes, into the low ``4·width`` bits."""
-    even, odd = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFF0000FFFF0000)
-    word = word & even | (word & odd) >> np.uint64(16 - width)
-    return word & np.uint64(0xFFFFFFFF) | word >> np.uint64(32) << np.uint64(2 * width)
-
-
-@part(forceinline=True)
-def _open_bytes(word: np.uint64, width: int) -> np.uint64:
-    word = _open_shorts(word, 2 * width)
-    lane = np.uint64((1 << width) - 1)
-    keep = lane | lane << np.uint64(16) | lane << np.uint64(32) | lane << np.uint64(48)
-    return word & keep | (word >> np.uint64(width) & keep) << np.uint64(8)
-
-
-@part(forceinline=True)
-def _open_shorts(word: np.uint64, width: int) -> np.uint64:
-    half = np.uint64((1 << 2 * width) - 1)
-    word = word & half | (word >> np.uint64(2 * width) & half) << np.uint64(32)
-    lane = np.uint64((1 << width) - 1)
-    keep = lane | lane << np.uint64(32)
-    return word & keep | (word >> np.uint64(width) & keep) << np.uint64(16)
+def _store(packed: NDArray[np.uint8], start: int, word: np.uint64) -> None:
+    at = np.uint64(start)
+    for k in range(8):
+        packed[at + np.uint64(k)] = word >> np.uint64(8 * k)

@@ -65,10 +65,6 @@ def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None =
 
     ``hints``, one per level, tell what both ends know beforehand: any classes from ``-MAX_HINT``
     to ``MAX_HINT``, such that ``-h`` means the mirror image of what ``h`` means.
-
-    >>> levels = np.tile(np.array([3, 3, 3, 4, 2, 3], np.uint8), 100)
-    >>> len(encode(levels, num_symbols=7)) < 40
-    True
     """
     symbols, hints = _checked(levels, num_symbols, hints)
     if len(symbols) == 0 or num_symbols == 1:
@@ -94,10 +90,6 @@ def decode(
     Time and memory are bounded by ``count`` and ``len(payload)``: it ends where the payload does,
     and a byte holds at most 91,000 decisions. For given lags there is one payload per message, and
     no other is accepted.
-
-    >>> levels = np.array([1, 0, 2, 1, 1, 1], np.uint8)
-    >>> decode(encode(levels, 3), count=6, num_symbols=3)
-    array([1, 0, 2, 1, 1, 1], dtype=uint8)
     """
     if count < 0:
         raise WireError(f"count is {count}; it must not be negative")
@@ -149,11 +141,9 @@ def _run(
 ) -> int:
     far = near * ratio
     size = near + far + 4 + len(symbols)
-    coded = (np.zeros(size, np.uint8), np.zeros(size, np.int8))
+    coded = (np.zeros(size, np.uint8), np.zeros(size, np.int8), buffer, decoding)
     model = Model(INITIAL_ESTIMATES.copy(), INITIAL_WEIGHTS.copy())
-    return int(
-        code_symbols(symbols, num_symbols, near, far, hints, model, *coded, buffer, decoding)
-    )
+    return int(code_symbols(symbols, num_symbols, near, far, hints, model, *coded))
 
 
 def make_hints(
@@ -163,9 +153,6 @@ def make_hints(
 
     ``reference`` is ``ref_m`` before the upload, the same bits at both ends; the frame carries the
     step; ``direction`` is `aqg.core.track.direction_of` the client's last upload, where it is kept.
-
-    >>> make_hints(np.array([0.0, -1.0, 0.01]), step=0.5, direction=np.array([2, 0, -2], np.int8))
-    array([ 2, 49, -2], dtype=int8)
     """
     if direction is not None and len(direction) != len(reference):
         raise WireError(f"{len(direction)} directions do not fit {len(reference)} coordinates")
@@ -194,18 +181,15 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     A pair is as good as the share of the variance of ``x[i]`` that is explained by
     ``y[i] = 2·x[i-near] + 2·x[i-far] + x[i-far-near] + x[i-far+near]``, that is
     ``cov(x, y)² / (var(x)·var(y))``; all of it follows from the autocorrelation of ``x``.
-
-    >>> rows = np.random.default_rng(0).integers(0, 3, size=(30, 10))
-    >>> find_lags(np.repeat(rows, 20, axis=0).ravel().astype(np.uint8), num_symbols=3)[0]
-    10
     """
     window = min(len(levels), WINDOW)
     start = (len(levels) - window) // 2
     limit = window // 2
     if limit < 3:
         return 1, 2
-    signal = np.empty(window)
-    _center(levels[start : start + window], num_symbols, signal)
+    # Which way a level goes, cut so that no outlier decides.
+    centered = 2 * levels[start : start + window].astype(np.int64) - (num_symbols - 1)
+    signal = centered.clip(-CLIP, CLIP).astype(np.float64)
     is_candidate = np.zeros(min(limit // 3, MAX_NEAR) + 1, np.bool_)
     top = np.zeros(NUM_CANDIDATES, np.int64)
     near, ratio = _best_pair(_correlate(signal, limit), is_candidate, top)
@@ -222,13 +206,6 @@ def _correlate(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
     spectrum = np.fft.rfft(signal, size)
     power = spectrum.real**2 + spectrum.imag**2
     return np.rint(np.fft.irfft(power, size)[: limit + 1])
-
-
-@njit()
-def _center(levels: Any, num_symbols: Any, signal: Any) -> None:
-    """Write ``x``: which way a level goes, cut to ``±CLIP`` so that no outlier decides."""
-    for i in range(len(levels)):
-        signal[i] = min(max(2 * np.int64(levels[i]) - (num_symbols - 1), -CLIP), CLIP)
 
 
 @njit()
@@ -370,14 +347,10 @@ def _logistic_table() -> NDArray[np.uint16]:
     return np.array([(1 << 16) - p for p in upper[:0:-1]] + upper, np.uint16)
 
 
-def _log_odds_table(logistic: NDArray[np.uint16]) -> NDArray[np.int16]:
-    """Return the log-odds in the middle of each of 4096 equal intervals of probability."""
-    middles = np.arange(8, 1 << 16, 16)
-    return (np.searchsorted(logistic, middles) - ODDS_LIMIT).clip(max=ODDS_LIMIT).astype(np.int16)
-
-
 LOGISTIC = _logistic_table()
-LOG_ODDS = _log_odds_table(LOGISTIC)
+_PLACES = np.searchsorted(LOGISTIC, np.arange(8, 1 << 16, 16)) - ODDS_LIMIT
+LOG_ODDS = _PLACES.clip(max=ODDS_LIMIT).astype(np.int16)
+"""The log-odds in the middle of each of 4096 equal intervals of probability."""
 # After n decisions an estimate moves 1/(n + 1.6) of the way: nearly a plain average.
 RATES = np.array([655360 // (10 * n + 16) for n in range(SLOW_LIMIT + 1)], np.uint16)
 

@@ -20,16 +20,14 @@ from aqg.core.recipe import Movement
 from aqg.core.track import MAX_DIRECTION, Change, Part, Track
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
-from aqg.wire import varint
 from aqg.wire.frame import Known, decode, decode_bare, encode, encode_bare
 from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
-from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part, write_varint
+from aqg.wire.varint import Reader, seal, write_part, write_varint, write_zigzag
 from aqg.wire.vectors import decode_vector, encode_vector
 
 LOG_MARK, MERGED_MARK = 0x62, 0x63
 VELOCITY, POSITION, MOVEMENT, DOUBLE, HOLD, QUANTUM = 1, 2, 4, 8, 16, 32
 MIN_EXPONENT, MAX_EXPONENT = -126, 101
-_EXACT_PART = b"\0"
 
 
 def encode_entry(entry: Entry, known: Known | None) -> bytes:
@@ -42,7 +40,7 @@ def encode_entry(entry: Entry, known: Known | None) -> bytes:
         parts.append(np.array(entry.movement, "<f8").tobytes())
     if entry.quantum is not None:
         flags |= QUANTUM
-        parts.append(_write_quantum(entry.quantum))
+        parts.append(_write_quantum(entry.quantum)[1:])
     if entry.velocity is not None:
         flags |= VELOCITY
         parts.append(write_part(_encode_part(entry.velocity, known, is_velocity=True)))
@@ -59,11 +57,7 @@ def known_velocity(public: Public) -> Known | None:
 
 
 def encode_log(first: int, entries: Sequence[bytes]) -> bytes:
-    """Write entries of consecutive rounds, beginning with ``first``, as one frame.
-
-    >>> encode_log(7, [bytes(1)] * 2).hex()
-    '6207020000e73f83bb'
-    """
+    """Write entries of consecutive rounds, beginning with ``first``, as one frame."""
     return _write_log(LOG_MARK, first, len(entries), entries)
 
 
@@ -99,18 +93,14 @@ class Merger:
 
     def frame(self) -> bytes:
         numbers = self._public.history[: self._steps]
-        parts = [_write_optional_quantum(self._quantum), write_varint(len(numbers))]
+        parts = [_write_quantum(self._quantum), write_varint(len(numbers))]
         parts += [_write_bfloat16(numbers), encode_vector(self._total, np.zeros_like(self._total))]
         return _write_log(MERGED_MARK, self.first, self._public.round - self.first, parts)
 
 
 def log_overhead(first: int, count: int) -> int:
-    """Return what a log's frame has beside its entries.
-
-    >>> log_overhead(7, 2) + 2
-    9
-    """
-    return 1 + varint.varint_size(first) + varint.varint_size(count) + CRC_BYTES
+    """Return what a log's frame has beside its entries."""
+    return len(_write_log(LOG_MARK, first, count, ()))
 
 
 def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool = False) -> Public:
@@ -140,10 +130,9 @@ def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool =
 def _read_merged(reader: Reader, count: int, public: Public) -> Merged:
     if len(public.velocity):
         raise WireError("entries are merged that move a velocity")
-    quantum = _read_optional_quantum(reader)
+    quantum = _read_quantum(reader)
     movements = _read_bfloat16(reader, reader.varint())
-    for number in movements:
-        _check_movement(number, public.round)
+    movements = [_checked_movement(number, public.round) for number in movements]
     total = decode_vector(reader.rest(), np.zeros(len(public.parameters)))
     return Merged(count, total, tuple(movements), quantum)
 
@@ -153,11 +142,7 @@ def log_rounds(data: bytes) -> range:
 
 
 def log_since(data: bytes, position: int) -> bytes:
-    """Return the frame without its entries before round ``position``, which the reader has.
-
-    >>> log_since(encode_log(7, [bytes(1)] * 2), 8) == encode_log(8, [bytes(1)])
-    True
-    """
+    """Return the frame without its entries before round ``position``, which the reader has."""
     is_merged, rounds, reader = _open(data)
     first, stop = rounds.start, rounds.stop
     if not first <= position <= stop:
@@ -187,7 +172,7 @@ def _open(data: bytes) -> tuple[bool, range, Reader]:
 
 def _encode_part(part: Part, known: Known | None, *, is_velocity: bool) -> bytes:
     if isinstance(part, Change):
-        return _EXACT_PART + encode_vector(part.new, part.old)
+        return b"\0" + encode_vector(part.new, part.old)
     assert isinstance(part, Upload)
     return encode(part, known=known) if is_velocity else encode_bare(part)
 
@@ -213,17 +198,13 @@ def _read_entry(reader: Reader, number: int, public: Public | None) -> Entry:
     is_odd = flags >= 2 * QUANTUM or (flags & HOLD and flags != HOLD)
     if is_odd or (flags & DOUBLE and not flags & MOVEMENT):
         raise WireError(f"the flags of entry {number} are {flags:02x}, which mean nothing")
-    movement = quantum = None
-    velocity: Part | None = None
-    position: Part | None = None
-    if flags & DOUBLE:
-        movement = float(reader.array(1, "<f8", "a number")[0])
-    elif flags & MOVEMENT:
-        (movement,) = _read_bfloat16(reader, 1)
-    if movement is not None:
-        _check_movement(movement, number)
+    movement = quantum = velocity = position = None
+    if flags & MOVEMENT:
+        is_double = flags & DOUBLE
+        (movement,) = reader.array(1, "<f8", "a number") if is_double else _read_bfloat16(reader, 1)
+        movement = _checked_movement(float(movement), number)
     if flags & QUANTUM:
-        quantum = _read_quantum(reader)
+        quantum = _read_exponent(reader)
     if flags & VELOCITY:
         payload = reader.part(f"the velocity of entry {number}")
         if public is not None:
@@ -237,9 +218,10 @@ def _read_entry(reader: Reader, number: int, public: Public | None) -> Entry:
     return Entry(number, velocity, position, movement, not flags & HOLD, quantum=quantum)
 
 
-def _check_movement(movement: float, number: int) -> None:
-    if not movement >= 0 and not math.isnan(movement):
+def _checked_movement(movement: float, number: int) -> float:
+    if movement < 0:
         raise WireError(f"the movement in entry {number} is {movement}; it is never negative")
+    return movement
 
 
 def _write_bfloat16(numbers: Sequence[float]) -> bytes:
@@ -251,22 +233,19 @@ def _read_bfloat16(reader: Reader, count: int) -> list[float]:
     return bits.view(np.float32).tolist()
 
 
-def _write_quantum(quantum: float) -> bytes:
-    return varint.write_zigzag(math.frexp(quantum)[1] - 1)
+def _write_quantum(quantum: float | None) -> bytes:
+    """Write the exponent after a byte that says that there is one."""
+    return b"\0" if quantum is None else b"\1" + write_zigzag(math.frexp(quantum)[1] - 1)
 
 
-def _write_optional_quantum(quantum: float | None) -> bytes:
-    return b"\0" if quantum is None else b"\1" + _write_quantum(quantum)
-
-
-def _read_optional_quantum(reader: Reader) -> float | None:
+def _read_quantum(reader: Reader) -> float | None:
     flag = reader.byte("the flag of the quantum")
     if flag > 1:
         raise WireError(f"byte {flag} does not say whether there is a quantum")
-    return _read_quantum(reader) if flag else None
+    return _read_exponent(reader) if flag else None
 
 
-def _read_quantum(reader: Reader) -> float:
+def _read_exponent(reader: Reader) -> float:
     exponent = reader.zigzag()
     if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
         raise WireError(
@@ -286,9 +265,9 @@ def encode_snapshot(public: Public, start: FloatArray | None) -> bytes:
     directions = Plane((direction + MAX_DIRECTION).astype(np.uint8), _DIRECTIONS)
     parts = [bytes([SNAPSHOT_MARK, start is not None]), write_varint(public.round)]
     parts += [write_varint(len(public.history)), np.array(public.history, "<f8").tobytes()]
-    parts.append(_write_optional_quantum(public.quantum or None))
-    parts.append(write_part(encode_vector(public.parameters, base)))
-    parts.append(write_part(encode_vector(velocity, np.zeros_like(velocity))))
+    parts += [_write_quantum(public.quantum or None)]
+    vectors = (public.parameters, base), (velocity, np.zeros_like(velocity))
+    parts += [write_part(encode_vector(*pair)) for pair in vectors]
     parts.append(write_part(encode_planes([directions]) if len(direction) else b""))
     return seal(b"".join(parts))
 
@@ -304,12 +283,19 @@ def decode_snapshot(data: bytes, like: Public, start: FloatArray | None) -> Publ
         raise WireError("the snapshot is relative to a starting model, which is not here")
     round_number = reader.varint()
     history = tuple(reader.array(reader.varint(), "<f8", "the movements").tolist())
-    quantum = _read_optional_quantum(reader) or 0.0
+    quantum = _read_quantum(reader) or 0.0
     base = _base(like.parameters if start is None else start, is_relative, quantum)
     _, like_velocity, like_direction = like.vectors
     parameters = decode_vector(reader.part("the parameters"), base)
     velocity = decode_vector(reader.part("the velocity"), np.zeros_like(like_velocity))
-    direction = _decode_direction(reader.part("the directions"), len(like_direction))
+    payload, direction = reader.part("the directions"), like_direction
+    if len(direction):
+        (symbols,) = decode_planes(payload, [_DIRECTIONS], len(direction))
+        if int(symbols.max()) > 2 * MAX_DIRECTION:
+            raise WireError(f"a direction is {int(symbols.max())}; {2 * MAX_DIRECTION} is the most")
+        direction = symbols.astype(np.int8) - np.int8(MAX_DIRECTION)
+    elif len(payload):
+        raise WireError(f"{len(payload)} bytes of directions; this model has none")
     reader.finish("the snapshot")
     track = Track(parameters[None], velocity[None], direction[None], np.ones(1, np.bool_))
     return Public(round_number, track, history, quantum).marked()
@@ -320,14 +306,3 @@ def _base(start: FloatArray, is_relative: bool, quantum: float) -> FloatArray:
     if not is_relative:
         return np.zeros_like(start)
     return snap(start, quantum) if quantum else start
-
-
-def _decode_direction(payload: NDArray[np.uint8], length: int) -> NDArray[np.int8]:
-    if not length:
-        if len(payload):
-            raise WireError(f"{len(payload)} bytes of directions; this model has none")
-        return np.zeros(0, np.int8)
-    (symbols,) = decode_planes(payload, [_DIRECTIONS], length)
-    if int(symbols.max()) > 2 * MAX_DIRECTION:
-        raise WireError(f"a direction is {int(symbols.max())}; {2 * MAX_DIRECTION} is the most")
-    return symbols.astype(np.int8) - np.int8(MAX_DIRECTION)

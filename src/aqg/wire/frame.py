@@ -18,7 +18,7 @@ from aqg.errors import MessageError, WireError
 from aqg.wire import context, payloads, sections
 from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.payloads import Mode
-from aqg.wire.varint import CRC_BYTES, read_varint, write_varint
+from aqg.wire.varint import CRC_BYTES, Reader, write_varint
 
 VERSION = 1
 UPLOAD_HEAD_BYTES = 4
@@ -43,9 +43,7 @@ def known(track: Track) -> Known | None:
 def encode(message: Message, *, known: Known | None = None, threads: int | None = None) -> bytes:
     """Write ``message`` as one frame, in the mode that makes it shortest.
 
-    A frame written with ``known`` may need the same ``known`` to be read: `decode` notices if it
-    gets another.
-
+    A frame written with ``known`` may need it to be read: `decode` notices if it gets another.
     Large messages are coded in blocks on up to ``threads`` threads (``None``: one per core); the
     bytes do not depend on it.
 
@@ -92,9 +90,8 @@ def decode(
 ) -> Message:
     """Read one frame of a message for ``expected_length`` parameters.
 
-    Raises `WireError`, and nothing else, on bytes that are no frame of that length.
-    Memory is taken in proportion to ``expected_length`` and ``len(data)`` only, never to a number
-    read from the frame.
+    Raises `WireError`, and nothing else, on bytes that are no frame of that length. Memory is taken
+    in proportion to ``expected_length`` and ``len(data)`` only.
 
     >>> decode(bytes.fromhex("2111003f0324bddcab18"), 3).values(np.float32)
     array([-0.5,  0. ,  0.5], dtype=float32)
@@ -111,19 +108,26 @@ def decode(
     if mode is Mode.SKIP:
         return Skip()
     body = frame[: len(frame) - CRC_BYTES]
+    head_bytes = 1 if mode >= Mode.DENSE else UPLOAD_HEAD_BYTES
+    if len(body) < head_bytes:
+        raise WireError(f"the head of the frame has {len(body)} bytes; it needs {head_bytes}")
+    reader = Reader(body)
+    head, hints = reader.take(head_bytes, "its head"), None
     try:
-        if mode >= Mode.DENSE:
-            payload = _read_length(body, 1, expected_length)
-            message = payloads.decode_values(mode, payload, expected_length, threads)
-            message.validate()
-            return message
-        if len(body) < UPLOAD_HEAD_BYTES:
-            raise WireError(f"the head of the frame has {len(body)} bytes; it needs 4")
-        hints = None
         if mode is Mode.HINTED:
-            hints = _decode_hints(body, known, expected_length, difference)
-        payload = _read_length(body, UPLOAD_HEAD_BYTES, expected_length)
-        return _read_upload(mode, body, payload, hints, expected_length, threads)
+            if known is None:
+                raise WireError("it was written with what both ends know, which is not given here")
+            hints = _hints(known, _read_step(head), expected_length)
+            if _hints_checksum(hints) != difference:
+                raise WireError("the frame is damaged, or was written with another reference")
+        length = reader.varint()
+        if length != expected_length:
+            raise WireError(f"the frame holds {length} values where {expected_length} are expected")
+        if mode < Mode.DENSE:
+            return _read_upload(mode, head, reader.rest(), hints, length, threads)
+        message = payloads.decode_values(mode, reader.rest(), length, threads)
+        message.validate()
+        return message
     except MessageError as error:
         raise WireError(f"the frame holds no valid message: {error}") from error
 
@@ -180,18 +184,6 @@ def _hints_checksum(hints: NDArray[np.int8] | None) -> int:
     return 0 if hints is None else zlib.crc32(np.ascontiguousarray(hints).data)
 
 
-def _decode_hints(
-    body: NDArray[np.uint8], known: Known | None, length: int, checksum: int
-) -> NDArray[np.int8] | None:
-    """Return the hints for the step in the frame, if they are those it was written with."""
-    if known is None:
-        raise WireError("the frame was written with what both ends know, which is not given here")
-    hints = _hints(known, _read_step(body), length)
-    if _hints_checksum(hints) != checksum:
-        raise WireError("the frame is damaged, or was written with another reference")
-    return hints
-
-
 def encode_levels(
     upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
 ) -> tuple[Mode, bytes]:
@@ -233,18 +225,18 @@ def decode_bare(data: NDArray[np.uint8], length: int) -> Upload:
 
 def _read_upload(
     mode: Mode,
-    body: NDArray[np.uint8],
+    head: NDArray[np.uint8],
     payload: NDArray[np.uint8],
     hints: NDArray[np.int8] | None,
     length: int,
     threads: int | None,
 ) -> Upload:
-    shape = int(body[1])
+    shape = int(head[1])
     if shape & 0xE0:
         raise WireError(f"the unused bits of byte 1 are {shape >> 5}; they must be zero")
     width = (shape & 0x0F) + 1
     grid = Grid.MIDTREAD if shape & MIDTREAD_BIT else Grid.MIDRISE
-    step = _read_step(body)
+    step = _read_step(head)
     levels = decode_levels(mode, payload, width, grid, length, threads, hints)
     upload = Upload(levels, step, width, grid)
     upload.validate()
@@ -288,19 +280,11 @@ def _upload_head(mode: Mode, upload: Upload) -> bytes:
     return struct.pack("<BBH", _first_byte(mode), shape, step >> 16)
 
 
-def _read_step(body: NDArray[np.uint8]) -> float:
-    bits = int(body[2]) << 16 | int(body[3]) << 24
-    step: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    if not is_valid_step(step) or bits >> 31:
+def _read_step(head: NDArray[np.uint8]) -> float:
+    step: float = struct.unpack("<f", b"\0\0" + head[2:4].tobytes())[0]
+    if not is_valid_step(step) or head[3] >> 7:
         raise WireError(f"step {step!r} is not a bfloat16 number in range")
     return step
-
-
-def _read_length(body: NDArray[np.uint8], position: int, expected: int) -> NDArray[np.uint8]:
-    length, position = read_varint(body, position)
-    if length != expected:
-        raise WireError(f"the frame holds {length} values where {expected} are expected")
-    return body[position:]
 
 
 def warm_up() -> None:

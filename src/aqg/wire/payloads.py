@@ -123,9 +123,8 @@ def _decode_sparse(reader: Reader, length: int, threads: int | None) -> SparseUp
     if len(indices) == 0:
         reader.finish("the places of no values")
         return SparseUpload(indices, np.empty(0, np.float16), exponent, length)
-    bits = sections.join_bytes(
-        decode_planes(reader.rest(), MAGNITUDES, len(indices), threads), np.uint16
-    )
+    planes = decode_planes(reader.rest(), MAGNITUDES, len(indices), threads)
+    bits = sections.join_bytes(planes, np.uint16)
     bits |= (places[indices] == 0).astype(np.uint16) << np.uint16(15)
     return SparseUpload(indices, bits.view(np.float16), exponent, length)
 
@@ -215,8 +214,8 @@ def rice_parameter(length: int, count: int) -> int:
 
 
 def encode_gaps(upload: messages.Upload, places: IntArray) -> bytes:
-    count, length = len(places), len(upload)
-    gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(length, count)
+    count = len(places)
+    gaps, parameter = np.diff(places, prepend=-1) - 1, rice_parameter(len(upload), count)
     # Of each: the gap over 2^p in unary, which a zero ends, its last p bits, and the sign.
     signs = np.cumsum((gaps >> parameter) + parameter + 2) - 1
     bits = np.ones(signs[-1] + 1 if count else 0, np.bool_)

@@ -33,12 +33,7 @@ LOW = 1 << LOW_BITS
 
 
 def encode_symbols(symbols: NDArray[np.uint8], table: Table, lanes: int) -> bytes:
-    """Code ``symbols``: the lanes' final states of five bytes each, then the words.
-
-    >>> table = Table(np.array([1, 3]), peak=1, scale_bits=2, precision=7)
-    >>> encode_symbols(np.array([1, 1, 0, 1], np.uint8), table, lanes=1).hex()
-    '65427b0900'
-    """
+    """Code ``symbols``: the lanes' final states of five bytes each, then the words."""
     size = len(table.frequencies)
     steps = (np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
     _fill_steps(table.scale_bits, table.frequencies, *steps)

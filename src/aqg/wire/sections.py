@@ -6,13 +6,13 @@ of bytes, and planes as sections. Levels are shifted so that those around zero, 
 them, have one value of the upper plane. The bits of a float are rotated: one byte has the exponent;
 its plane is compressible, the others seldom are.
 
-A plane of `BLOCKED_LENGTH` symbols or more is cut into blocks of `BLOCK_LENGTH`; each is a section
-of its own, so that several threads can work on one message.
+A plane of `BLOCKED_LENGTH` symbols or more is cut into blocks of `BLOCK_LENGTH`, sections of their
+own, so that several threads can work on one message.
 """
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,38 +72,27 @@ class Alphabet(NamedTuple):
 
 
 BYTES = Alphabet(width=8, size=256)
-
-
-class _Plan(NamedTuple):
-    method: Method
-    symbols: NDArray[np.uint8]
-    table: Table
-
-    @property
-    def lanes(self) -> int:
-        return 1 if self.method is Method.ONE_LANE else MANY_LANES
-
-    @property
-    def head(self) -> int:
-        scale = self.table.scale_bits - MIN_SCALE_BITS
-        return self.method | scale << 2 | self.table.precision << 5
+_Plan: TypeAlias = tuple[Method, NDArray[np.uint8], Table]
+"""How to code a plane, what is coded of it, and the table of that."""
 
 
 def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
-    """Write ``symbols``, all below ``alphabet.size``, as one section.
-
-    >>> encode_section(np.zeros(1000, np.uint8), Alphabet(width=4, size=15)).hex()
-    '3d8007'
-    """
+    """Write ``symbols``, all below ``alphabet.size``, as one section."""
     plan = _make_plan(symbols, alphabet)
     if plan is not None:
-        coded = bytes([plan.head]) + write_table(plan.table)
-        if not plan.table.is_constant:
-            coded += encode_symbols(plan.symbols, plan.table, plan.lanes)
+        method, chosen, table = plan
+        head = method | table.scale_bits - MIN_SCALE_BITS << 2 | table.precision << 5
+        coded = bytes([head]) + write_table(table)
+        if not table.is_constant:
+            coded += encode_symbols(chosen, table, _num_lanes(method))
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
     packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width)
     return bytes([Method.PACKED]) + packed.tobytes()
+
+
+def _num_lanes(method: Method) -> int:
+    return 1 if method is Method.ONE_LANE else MANY_LANES
 
 
 def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
@@ -126,24 +115,17 @@ def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray
         scale_bits=(head >> 2 & 7) + MIN_SCALE_BITS,
         precision=head >> 5,
     )
-    payload = data[1 + table_bytes :]
+    payload, coded = data[1 + table_bytes :], symbols
     if method is Method.GROUPED:
-        groups = np.empty(-(-len(symbols) // alphabet.group_length), np.uint8)
-        _decode_coded(payload, table, MANY_LANES, groups)
-        _ungroup(groups, alphabet, symbols)
-    else:
-        _decode_coded(payload, table, 1 if method is Method.ONE_LANE else MANY_LANES, symbols)
-
-
-def _decode_coded(
-    payload: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
-) -> None:
+        coded = np.empty(-(-len(symbols) // alphabet.group_length), np.uint8)
     if not table.is_constant:
-        decode_symbols(payload, table, lanes, symbols)
-        return
-    if len(payload):
+        decode_symbols(payload, table, _num_lanes(method), coded)
+    elif len(payload):
         raise WireError(f"{len(payload)} bytes follow a table with a single symbol")
-    symbols.fill(table.peak)
+    else:
+        coded.fill(table.peak)
+    if method is Method.GROUPED:
+        _ungroup(coded, alphabet, symbols)
 
 
 def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
@@ -166,8 +148,8 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     if groups is not None and not table.is_constant:
         group_table, group_bits = choose_table(group_counts)
         if group_bits <= bits * GROUPED_COST:
-            return _Plan(Method.GROUPED, groups, group_table) if group_bits < packed_bits else None
-    return _Plan(method, symbols, table) if bits < packed_bits else None
+            return (Method.GROUPED, groups, group_table) if group_bits < packed_bits else None
+    return (method, symbols, table) if bits < packed_bits else None
 
 
 def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
@@ -248,18 +230,14 @@ def split_levels(upload: Upload) -> list[Plane]:
 def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
     if len(planes) == 1:
         return planes[0]
-    shifted = join_bytes(planes, np.uint16)
-    shifted += np.uint16((1 << (width - 1)) - 128)
-    shifted &= np.uint16((1 << width) - 1)
-    return shifted
+    shifted = join_bytes(planes, np.uint16) + np.uint16((1 << (width - 1)) - 128)
+    return shifted & np.uint16((1 << width) - 1)
 
 
 def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Plane]:
     """Return one plane per byte, the lowest first."""
-    kind, planes = numbers.dtype.type, []
-    for place, alphabet in enumerate(alphabets):
-        planes.append(Plane((numbers >> kind(8 * place)).astype(np.uint8), alphabet))
-    return planes
+    shifts = map(numbers.dtype.type, range(0, 8 * len(alphabets), 8))
+    return list(map(Plane, ((numbers >> s).astype(np.uint8) for s in shifts), alphabets))
 
 
 def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:
@@ -290,11 +268,7 @@ def decode_floats(
 
 
 def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:
-    """Write all planes, block by block.
-
-    >>> encode_planes([Plane(np.zeros(100, np.uint8), BYTES)] * 2, threads=1).hex()
-    '053d00000100053d00000100'
-    """
+    """Write all planes, block by block."""
     pieces = _pieces(planes)
     threads = _useful_threads(planes, threads)
     sections = map_threads(lambda piece: encode_section(*piece), pieces, threads)
@@ -308,8 +282,11 @@ def decode_planes(
 ) -> list[NDArray[np.uint8]]:
     """Return one plane of ``length`` symbols per alphabet; they may reach up to ``2^width - 1``."""
     planes = [Plane(np.empty(length, np.uint8), alphabet) for alphabet in alphabets]
-    pieces = _pieces(planes)
-    sections = _cut(payload, len(pieces))
+    pieces, sections = _pieces(planes), [payload]
+    if len(pieces) > 1:
+        reader = Reader(payload)
+        sections = [reader.part(f"section {index}") for index in range(len(pieces))]
+        reader.finish("the last section")
     map_threads(
         lambda i: decode_section(sections[i], pieces[i].alphabet, pieces[i].symbols),
         range(len(pieces)),
@@ -333,13 +310,3 @@ def _pieces(planes: list[Plane]) -> list[Plane]:
         for symbols, alphabet in planes
         for start in range(0, length, BLOCK_LENGTH)
     ]
-
-
-def _cut(payload: NDArray[np.uint8], num_sections: int) -> list[NDArray[np.uint8]]:
-    """Cut the payload into sections, by their number of bytes where there are several."""
-    if num_sections == 1:
-        return [payload]
-    reader = Reader(payload)
-    sections = [reader.part(f"section {index}") for index in range(num_sections)]
-    reader.finish("the last section")
-    return sections

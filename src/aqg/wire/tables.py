@@ -36,12 +36,7 @@ class Table(NamedTuple):
 
 
 def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
-    """Return the table for symbols with these ``counts``, and the bits of table and symbols.
-
-    >>> table, bits = choose_table(np.array([10, 900, 90]))
-    >>> table.frequencies, table.scale_bits, round(bits)
-    (array([  6, 458,  48]), 9, 529)
-    """
+    """Return the table for symbols with these ``counts``, and the bits of table and symbols."""
     frequencies = np.empty(len(counts), np.int64)
     peak = int(counts.argmax())
     scale_bits, precision, bits = _choose(counts, int(counts.sum()), peak, frequencies, _NOWHERE)
@@ -54,10 +49,6 @@ def least_bits(counts: NDArray[np.int64]) -> float:
 
     The symbols take at least their zero-order entropy, whatever the table says; and no table is
     shorter than the one in which every symbol but the peak has frequency one.
-
-    >>> counts = np.array([10, 900, 90])
-    >>> round(least_bits(counts)), round(choose_table(counts)[1])
-    (521, 529)
     """
     table_bits = _write(np.minimum(counts, 1), int(counts.argmax()), 0, _NOWHERE)
     found = counts[counts > 0]
@@ -79,12 +70,7 @@ def write_table(table: Table) -> bytes:
 def read_table(
     data: NDArray[np.uint8], num_symbols: int, scale_bits: int, precision: int
 ) -> tuple[Table, int]:
-    """Read a table for ``num_symbols`` symbols; return it and the bytes it took.
-
-    >>> data = np.frombuffer(bytes.fromhex("751e"), np.uint8)
-    >>> read_table(data, num_symbols=3, scale_bits=9, precision=1)[0].frequencies
-    array([  6, 458,  48])
-    """
+    """Read a table for ``num_symbols`` symbols; return it and the bytes it took."""
     frequencies = np.zeros(num_symbols, np.int64)
     peak, bit = _read(data, scale_bits, precision, frequencies)
     if peak < 0:

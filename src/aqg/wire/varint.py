@@ -16,8 +16,8 @@ MAX_BYTES = 9
 def write_varint(value: int) -> bytes:
     """Encode ``value``, seven bits to a byte, lowest first; the high bit says that more follow.
 
-    >>> write_varint(0).hex(), write_varint(127).hex(), write_varint(7850).hex()
-    ('00', '7f', 'aa3d')
+    >>> write_varint(127).hex(), write_varint(7850).hex()
+    ('7f', 'aa3d')
     """
     if not 0 <= value < 1 << (7 * MAX_BYTES):
         raise WireError(f"{value} is outside 0..2^{7 * MAX_BYTES} - 1, the range of a varint")
@@ -27,36 +27,6 @@ def write_varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-def varint_size(value: int) -> int:
-    """Return the number of bytes `write_varint` needs.
-
-    >>> varint_size(127), varint_size(128)
-    (1, 2)
-    """
-    return max(1, (value.bit_length() + 6) // 7)
-
-
-def read_varint(data: bytes | NDArray[np.uint8], position: int) -> tuple[int, int]:
-    """Decode the integer at ``position``; return it and the position after it.
-
-    Only the shortest form is accepted, so that one integer has one encoding.
-
-    >>> read_varint(bytes.fromhex("aa3d"), 0)
-    (7850, 2)
-    """
-    value = 0
-    for index in range(MAX_BYTES):
-        if position + index >= len(data):
-            raise WireError(f"the frame ends inside the varint at byte {position}")
-        byte = int(data[position + index])
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            if byte == 0 and index > 0:
-                raise WireError(f"the varint at byte {position} is not in its shortest form")
-            return value, position + index + 1
-    raise WireError(f"the varint at byte {position} is longer than {MAX_BYTES} bytes")
 
 
 def write_zigzag(number: int) -> bytes:
@@ -112,8 +82,19 @@ class Reader:
         return np.frombuffer(self.take(count * np.dtype(kind).itemsize, what).tobytes(), kind)
 
     def varint(self) -> int:
-        value, self._position = read_varint(self._data, self._position)
-        return value
+        """Read an integer in its shortest form: no other is accepted, so each has one encoding."""
+        start, value = self._position, 0
+        for index in range(MAX_BYTES):
+            if not self.left:
+                raise WireError(f"the frame ends inside the varint at byte {start}")
+            byte = int(self._data[self._position])
+            self._position += 1
+            value |= (byte & 0x7F) << (7 * index)
+            if byte < 0x80:
+                if byte == 0 and index > 0:
+                    raise WireError(f"the varint at byte {start} is not in its shortest form")
+                return value
+        raise WireError(f"the varint at byte {start} is longer than {MAX_BYTES} bytes")
 
     def zigzag(self) -> int:
         code = self.varint()

@@ -175,9 +175,9 @@ def _read_head(reader: Reader, kind: int) -> tuple[NDArray[np.uint64] | None, in
         if not 1 <= number <= _MOST_BITS // 8:
             raise WireError(f"multiples of {number} bytes; they have 1 to {_MOST_BITS // 8}")
         return None, exponent, [BYTES] * number
-    table: list[int] = []
+    table = [0]
     for step in (reader.varint() for _ in range(number + 1)):
-        table.append(step + (table[-1] if table else 0))
-        if not step > 0 or table[-1] >> _MOST_BITS:
+        table.append(table[-1] + step)
+        if not step or table[-1] >> _MOST_BITS:
             raise WireError(f"the table of magnitudes holds {table[-1]} after a step of {step}")
-    return np.array(table, np.uint64), exponent, [_index_alphabet(number + 1)]
+    return np.array(table[1:], np.uint64), exponent, [_index_alphabet(number + 1)]
