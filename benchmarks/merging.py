@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="sampled-dirichlet")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--missed", type=int, nargs="+", default=[1, 5, 10, 50, 140])
+    parser.add_argument("--missed", type=int, nargs="+", default=[1, 5, 10, 25, 50, 140])
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("AQG_DATA_DIR"))
     options = parser.parse_args()
     config = replace(TASKS[options.task].config, recipe="auto", seed=options.seed)
@@ -53,7 +53,7 @@ def main() -> None:
         if options.rounds - number in options.missed:
             held[options.rounds - number] = simulation.parameters.copy()
         simulation.run_round(evaluate=False)
-    public = simulation._public()
+    public = simulation.model.public(simulation.space)
     merger = Merger(public)
     print(f"{options.task}, {options.rounds} rounds, {len(start)} parameters, kB")
     print("missed   entries   merged snapshot   2 bits    error   4 bits    error")

@@ -1,4 +1,4 @@
-"""The entropy coder against the information content."""
+"""The entropy coder against the information content, and against an independent coder."""
 
 import numpy as np
 import pytest
@@ -78,6 +78,22 @@ def test_size_is_the_information_content(lanes, entropy_bits):
     # And the table itself must be near the best one there is.
     best = len(symbols) * measured_entropy(symbols) / 8
     assert information + len(write_table(table)) <= 1.002 * best + 40
+
+
+@pytest.mark.parametrize("entropy_bits", [0.2, 1.0, 3.0])
+def test_as_short_as_constriction(entropy_bits):
+    constriction = pytest.importorskip("constriction")
+    p = laplace_probabilities(255, entropy_bits)
+    symbols = np.random.default_rng(3).choice(255, 100_000, p=p).astype(np.uint8)
+    table, _ = choose_table(np.bincount(symbols, minlength=255))
+    used = np.flatnonzero(table.frequencies)
+    model = constriction.stream.model.Categorical(
+        table.frequencies[used] / 2.0**table.scale_bits, perfect=False
+    )
+    coder = constriction.stream.stack.AnsCoder()
+    coder.encode_reverse(np.searchsorted(used, symbols).astype(np.int32), model)
+    ours = len(encode_symbols(symbols, table, lanes=1))
+    assert abs(ours - len(coder.get_compressed()) * 4) <= 0.0005 * ours + 8
 
 
 @pytest.mark.parametrize("width", range(1, 9))
