@@ -15,6 +15,7 @@ from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.public import PRIME, Entry, advance, init_public, linear_digest
+from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
     Model,
@@ -129,7 +130,7 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
     ("recipe", "expected"),
     [
         ("gd", Full()),
-        ("auto", Condensed(ratio=0.5)),
+        ("auto", Condensed(ratio=0.5, away=0.5)),
         ("qsgd", Condensed()),
         ("stc:keep=0.02", Condensed()),
         ("stc-both:keep=0.2", Condensed(keep=0.2)),
@@ -160,6 +161,14 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
     assert isinstance(entry.position, Upload)
     assert num_nonzero(entry.position) == expected
     assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
+
+
+def test_entries_are_shorter_where_few_clients_are_asked():
+    downlink = Condensed(ratio=0.5, away=0.5)
+    long, short = (downlink.of_position(10_000, 4_000, 10, p).quantizer for p in (1.0, 0.25))
+    vector = np.arange(10_000.0)
+    assert num_nonzero(long.quantize(vector, Request(2))) == 200
+    assert num_nonzero(short.quantize(vector, Request(2))) == 100
 
 
 def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
