@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MB = 1024**2
-DEFAULTS = {"rounds": 200, "base_steps": 60}
+DEFAULTS = {"rounds": 200, "base_steps": 60, "width": 640, "layers": 6}
 NUM_NODES, PER_ROUND = 20, 2
 RANK, ALPHA = 32, 64
 MOST_RATE, LEAST_RATE = 1e-3, 1e-5
@@ -55,8 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=DEFAULTS["rounds"])
     parser.add_argument("--steps", type=int, default=2, help="of a node in a round")
     parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=DEFAULTS["width"])
+    parser.add_argument("--layers", type=int, default=DEFAULTS["layers"])
     parser.add_argument("--base-steps", type=int, default=DEFAULTS["base_steps"])
     parser.add_argument("--recipe", help="the wrapper's own choice by default")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "flowertune.md")
@@ -248,8 +248,8 @@ def measure(task: Task, options: argparse.Namespace, has_lines: bool) -> dict[st
 def report(task: Task, options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     count = f"{options.rounds} rounds"
     command = "python benchmarks/flowertune.py"
-    for name in ("rounds", "base_steps"):
-        if getattr(options, name) != DEFAULTS[name]:
+    for name, usual in DEFAULTS.items():
+        if getattr(options, name) != usual:
             command += f" --{name.replace('_', '-')} {getattr(options, name)}"
     lines = [
         "# A LoRA app shaped like FlowerTune's",
