@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--downlink", help="likewise")
     parser.add_argument("--strategy", default="FedAvg", help="of accuracy, one of Flower's")
     parser.add_argument("--eta", type=float, help="likewise, the server's rate where it has one")
+    parser.add_argument("--dirichlet", type=float, default=0.0, help="of accuracy, see the app")
     parser.add_argument("--only", action="append", help="of apps and strategies")
     parser.add_argument("--out", type=Path, help="of apps and strategies")
     parser.add_argument("--parameters", type=int, default=1_000_000)
@@ -276,7 +277,7 @@ def run_app(
 
     server.ArrayRecord = first_arrays
     config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
-    config |= {"learning-rate": rate, "dirichlet": 0.0}
+    config |= {"learning-rate": rate, "dirichlet": options.dirichlet}
     moved = np.zeros(2)
 
     def count(way: int) -> Any:

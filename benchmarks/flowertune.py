@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MB = 1024**2
-DEFAULTS = {"rounds": 200, "base_steps": 60, "width": 640, "layers": 6}
+DEFAULTS = {"rounds": 200, "base_steps": 60, "width": 512, "layers": 6}
 NUM_NODES, PER_ROUND = 20, 2
 RANK, ALPHA = 32, 64
 MOST_RATE, LEAST_RATE = 1e-3, 1e-5

@@ -74,12 +74,32 @@ def test_the_app_is_one_that_flowers_hub_takes():
             assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
-def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
+@pytest.fixture
+def _partitioners(monkeypatch):
     """Offline: the images come from scikit-learn, and the partitioner is given them."""
     pytest.importorskip("torch")
     # not in an extra: 0.6 asks for rich below 14, and Flower 1.41 for 14
-    pytest.importorskip("flwr_datasets", reason="pip install datasets; --no-deps flwr-datasets")
+    why = "no flwr-datasets: pip install datasets, and --no-deps flwr-datasets"
+    pytest.importorskip("flwr_datasets", reason=why)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def run_in_process(app, monkeypatch, **options):
+    """Run four rounds of an app with the two lines; return accuracies and bytes up and down."""
+    from benchmarks.dropin import run_app
+
+    usual = {"recipe": None, "downlink": None, "strategy": "FedAvg", "eta": None, "dirichlet": 0.0}
+    monkeypatch.setenv("AQG_STATE_DIR", "")
+    before = set(sys.modules)
+    found = run_app(app, True, 0, argparse.Namespace(rounds=4, **(usual | options)))
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("adapters", "digits"):
+            del sys.modules[name]
+    return found
+
+
+@pytest.mark.usefixtures("_partitioners")
+def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "flower-pytorch" / "after"))
     task = importlib.import_module("digits.task")
     shares = {
@@ -102,15 +122,19 @@ def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("_partitioners")
+def test_an_app_learns_from_images_dealt_by_labels(monkeypatch):
+    accuracies, (up, down) = run_in_process("flower-pytorch", monkeypatch, dirichlet=0.3)
+    whole = 3 * 4 * 4 * 283_786
+    assert up < whole / 20
+    assert down < whole / 10
+    assert accuracies[-1] > accuracies[0] + 0.2
+
+
+@pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
-    from benchmarks.dropin import run_app
-
-    options = argparse.Namespace(rounds=4, recipe=None, downlink=None, strategy="FedAvg", eta=None)
-    monkeypatch.setenv("AQG_STATE_DIR", "")
-    accuracies, (up, down) = run_app("flower-lora", True, 0, options)
-    for name in [name for name in sys.modules if name.split(".")[0] == "adapters"]:
-        monkeypatch.delitem(sys.modules, name)
+    accuracies, (up, down) = run_in_process("flower-lora", monkeypatch)
     whole = 3 * 4 * 68_700
     assert up < whole / 20
     assert down < whole / 2  # each node receives the whole of it once
