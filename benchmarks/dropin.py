@@ -161,9 +161,8 @@ def measure_apps(options: argparse.Namespace) -> None:
     options.out.touch()
     rows = read_rows(options.out)
     found = {(row["app"], row["compressed"], row["seed"]) for row in rows}
-    for app, seed, compressed in itertools.product(
-        options.only or APPS, range(options.runs), (False, True)
-    ):
+    apps = options.only or APPS
+    for app, seed, compressed in itertools.product(apps, range(options.runs), (False, True)):
         if (app, compressed, seed) in found:
             continue
         options.rounds = APPS[app]
@@ -172,7 +171,8 @@ def measure_apps(options: argparse.Namespace) -> None:
         row |= {"accuracies": accuracies, "up": int(moved[0]), "down": int(moved[1])}
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    print(*table_of_apps(read_rows(options.out)), sep="\n")
+    kept = [row for row in read_rows(options.out) if row["app"] in apps]
+    print(*table_of_apps(kept), "", *table_of_beginnings(kept), sep="\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -182,13 +182,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def table_of_apps(rows: list[dict[str, Any]]) -> list[str]:
     """Return accuracies, and kB per node and round, of stock Flower and of the two lines."""
     lines = [
-        "| app, rounds | stock Flower | the two lines | difference | stock, up and down "
-        "| the two lines, up, down | of stock's |",
+        "| app, rounds | stock Flower | the two lines | difference | kB up, down, stock "
+        "| with the two lines | of stock's |",
         "|---|---|---|---|---|---|---|",
     ]
-    for app in sorted({row["app"] for row in rows}, key=list(APPS).index):
-        of_app = sorted((row for row in rows if row["app"] == app), key=lambda row: row["seed"])
-        stock, ours = ([r for r in of_app if r["compressed"] is has] for has in (False, True))
+    for app, stock, ours in pairs_of(rows):
         ends = [np.array([100 * last_of(row["accuracies"]) for row in of]) for of in (stock, ours)]
         cells = [
             f"{end.mean():.2f} ± {end.std(ddof=1):.2f} ({', '.join(f'{e:.1f}' for e in end)})"
@@ -206,6 +204,29 @@ def table_of_apps(rows: list[dict[str, Any]]) -> list[str]:
         cells.append(f"1/{whole[0] / few[0]:.0f}, 1/{whole[1] / few[1]:.0f}")
         lines.append(f"| {app}, {rounds} | {' | '.join(cells)} |")
     return lines
+
+
+def table_of_beginnings(rows: list[dict[str, Any]]) -> list[str]:
+    """Return accuracies after few rounds: means and standard deviations of the runs."""
+    counts = (5, 10, 20)
+    lines = [
+        f"| app: stock, the two lines | {' | '.join(f'after {k} rounds' for k in counts)} |",
+        f"|---|{'---|' * len(counts)}",
+    ]
+    for app, *both in pairs_of(rows):
+        cells = []
+        for count in counts:
+            found = [[100 * row["accuracies"][count] for row in of] for of in both]
+            cells.append(", ".join(f"{np.mean(x):.1f} ± {np.std(x, ddof=1):.1f}" for x in found))
+        lines.append(f"| {app} | {' | '.join(cells)} |")
+    return lines
+
+
+def pairs_of(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each app with its runs by seed, those of stock Flower and those with the two lines."""
+    for app in sorted({row["app"] for row in rows}, key=list(APPS).index):
+        of_app = sorted((row for row in rows if row["app"] == app), key=lambda row: row["seed"])
+        yield app, *([r for r in of_app if r["compressed"] is has] for has in (False, True))
 
 
 def last_of(accuracies: list[float]) -> float:

@@ -141,6 +141,15 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
     assert accuracies[-1] > 0.25  # from 0.11, in four rounds
 
 
+def test_the_tables_of_apps_are_those_of_their_runs():
+    from benchmarks.dropin import read_rows, table_of_apps, table_of_beginnings
+
+    rows = read_rows(ROOT / "results" / "apps.jsonl")
+    page = (ROOT / "docs" / "reference" / "compressed.md").read_text()
+    for table in (table_of_apps(rows), table_of_beginnings(rows)):
+        assert "\n".join(table) in page
+
+
 def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
     """The whole benchmark, with a small model and invented plays."""
     pytest.importorskip("torch")
