@@ -78,9 +78,7 @@ def test_the_app_is_one_that_flowers_hub_takes():
 def _partitioners(monkeypatch):
     """Offline: the images come from scikit-learn, and the partitioner is given them."""
     pytest.importorskip("torch")
-    # not in an extra: 0.6 asks for rich below 14, and Flower 1.41 for 14
-    why = "no flwr-datasets: pip install datasets, and --no-deps flwr-datasets"
-    pytest.importorskip("flwr_datasets", reason=why)
+    pytest.importorskip("flwr_datasets", reason="no flwr-datasets: pip install flwr-datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
