@@ -172,7 +172,8 @@ def measure_apps(options: argparse.Namespace) -> None:
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
     kept = [row for row in read_rows(options.out) if row["app"] in apps]
-    print(*table_of_apps(kept), "", *table_of_beginnings(kept), sep="\n")
+    for table in (table_of_apps, table_of_bytes, table_of_beginnings):
+        print(*table(kept), "", sep="\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -180,14 +181,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def table_of_apps(rows: list[dict[str, Any]]) -> list[str]:
-    """Return accuracies, and kB per node and round, of stock Flower and of the two lines."""
-    lines = [
-        "| app, rounds | stock Flower | the two lines | difference | kB up, down, stock "
-        "| with the two lines | of stock's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for app, stock, ours in pairs_of(rows):
-        ends = [np.array([100 * last_of(row["accuracies"]) for row in of]) for of in (stock, ours)]
+    """Return accuracies in percent: mean, standard deviation, and of each run."""
+    lines = ["| app, rounds | stock Flower | the two lines | difference |", "|---|---|---|---|"]
+    for app, *both in pairs_of(rows):
+        ends = [np.array([100 * last_of(row["accuracies"]) for row in of]) for of in both]
         cells = [
             f"{end.mean():.2f} ± {end.std(ddof=1):.2f} ({', '.join(f'{e:.1f}' for e in end)})"
             for end in ends
@@ -195,14 +192,24 @@ def table_of_apps(rows: list[dict[str, Any]]) -> list[str]:
         difference = ends[1] - ends[0]
         error = difference.std(ddof=1) / len(difference) ** 0.5
         cells.append(f"{difference.mean():+.2f} ± {error:.2f}")
-        rounds = stock[0]["rounds"]
-        moved = np.array(
-            [[np.mean([r[w] for r in of]) for w in ("up", "down")] for of in (stock, ours)]
+        lines.append(f"| {app}, {both[0][0]['rounds']} | {' | '.join(cells)} |")
+    return lines
+
+
+def table_of_bytes(rows: list[dict[str, Any]]) -> list[str]:
+    """Return kB per node and round."""
+    lines = [
+        "| app | stock Flower, kB up, down | the two lines | of stock's |",
+        "|---|---|---|---|",
+    ]
+    for app, *both in pairs_of(rows):
+        whole, few = (
+            np.mean([[row["up"], row["down"]] for row in of], axis=0) / 3000 / of[0]["rounds"]
+            for of in both
         )
-        whole, few = moved / 3000 / rounds
-        cells += [f"{whole[0]:,.1f}, {whole[1]:,.1f} kB", f"{few[0]:,.1f}, {few[1]:,.1f} kB"]
-        cells.append(f"1/{whole[0] / few[0]:.0f}, 1/{whole[1] / few[1]:.0f}")
-        lines.append(f"| {app}, {rounds} | {' | '.join(cells)} |")
+        cells = [f"{up:,.1f}, {down:,.1f}" for up, down in (whole, few)]
+        cells.append(", ".join(f"1/{ratio:.0f}" for ratio in whole / few))
+        lines.append(f"| {app} | {' | '.join(cells)} |")
     return lines
 
 

@@ -140,12 +140,12 @@ def test_adapters_learn_with_few_bytes(monkeypatch):
 
 
 def test_the_tables_of_apps_are_those_of_their_runs():
-    from benchmarks.dropin import read_rows, table_of_apps, table_of_beginnings
+    from benchmarks.dropin import read_rows, table_of_apps, table_of_beginnings, table_of_bytes
 
     rows = read_rows(ROOT / "results" / "apps.jsonl")
     page = (ROOT / "docs" / "reference" / "compressed.md").read_text()
-    for table in (table_of_apps(rows), table_of_beginnings(rows)):
-        assert "\n".join(table) in page
+    for table in (table_of_apps, table_of_bytes, table_of_beginnings):
+        assert "\n".join(table(rows)) in page
 
 
 def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
