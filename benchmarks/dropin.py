@@ -214,16 +214,16 @@ def table_of_bytes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table_of_beginnings(rows: list[dict[str, Any]]) -> list[str]:
-    """Return accuracies after few rounds: means and standard deviations of the runs."""
-    counts = (5, 10, 20)
+    """Return accuracies on the way, of five rounds each, with standard deviations of the runs."""
+    counts = (5, 10, 20, 25)
     lines = [
-        f"| app: stock, the two lines | {' | '.join(f'after {k} rounds' for k in counts)} |",
+        f"| app: stock, the two lines | {' | '.join(f'rounds {k - 4} to {k}' for k in counts)} |",
         f"|---|{'---|' * len(counts)}",
     ]
     for app, *both in pairs_of(rows):
         cells = []
         for count in counts:
-            found = [[100 * row["accuracies"][count] for row in of] for of in both]
+            found = [[100 * last_of(row["accuracies"][: count + 1]) for row in of] for of in both]
             cells.append(", ".join(f"{np.mean(x):.1f} ± {np.std(x, ddof=1):.1f}" for x in found))
         lines.append(f"| {app} | {' | '.join(cells)} |")
     return lines
