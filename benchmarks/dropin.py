@@ -1,6 +1,8 @@
 """What the two lines cost and save on a Flower app.
 
-python benchmarks/dropin.py accuracy --runs 5    # flower-pytorch and flower-lora, before and after
+python benchmarks/dropin.py apps --runs 5        # whole apps, before and after,
+                                                 # into results/apps.jsonl
+python benchmarks/dropin.py accuracy --app after --recipe lean    # likewise, with a choice
 python benchmarks/dropin.py example              # on the line, and as ``flwr list`` counts
 python benchmarks/dropin.py line                 # bytes on the line per message, and their split
 python benchmarks/dropin.py overhead             # seconds of mod and wrapper in a round
@@ -8,8 +10,9 @@ python benchmarks/dropin.py strategies --runs 5  # strategies of Flower's on dig
                                                  # into results/strategies.jsonl
 python benchmarks/dropin.py large --parameters 100000000 --rounds 2    # time and peak memory
 
-All of it runs on this machine, over real connections between real processes; ``accuracy`` runs the
-apps' own handlers and strategy in one process, with messages that are serialized as Flower does.
+All of it runs on this machine, over real connections between real processes; ``apps`` and
+``accuracy`` run the apps' own handlers and strategy in one process, with messages that are
+serialized as Flower does.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ EXAMPLES = ("flower-pytorch", "flower-lora")
 PRELOAD = ("torch", "sklearn.datasets", "aqg.flower.compressed", "aqg.flower.mod")
 
 
-PARTS = ("accuracy", "example", "line", "overhead", "large", "strategies")
+RESNET = "ResNet, batch normalization"
+APPS = {"flower-pytorch": 40, "flower-lora": 30, RESNET: 40}
+"""What ``apps`` runs, and its rounds; the last is flower-pytorch with another network."""
+PARTS = ("apps", "accuracy", "example", "line", "overhead", "large", "strategies")
 
 
 def main() -> None:
@@ -53,11 +59,14 @@ def main() -> None:
     parser.add_argument("--downlink", help="likewise")
     parser.add_argument("--strategy", default="FedAvg", help="of accuracy, one of Flower's")
     parser.add_argument("--eta", type=float, help="likewise, the server's rate where it has one")
-    parser.add_argument("--only", action="append", help="of strategies")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "strategies.jsonl")
+    parser.add_argument("--dirichlet", type=float, default=0.0, help="of accuracy, see the app")
+    parser.add_argument("--only", action="append", help="of apps and strategies")
+    parser.add_argument("--out", type=Path, help="of apps and strategies")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     options = parser.parse_args()
+    options.out = options.out or ROOT / "results" / f"{options.what}.jsonl"
     {
+        "apps": measure_apps,
         "accuracy": measure_accuracy,
         "example": measure_examples,
         "line": measure_line,
@@ -143,22 +152,103 @@ def handed_bytes(log: str) -> np.ndarray:
 # Accuracy
 
 
-def measure_accuracy(options: argparse.Namespace) -> None:
-    import sys
+def measure_apps(options: argparse.Namespace) -> None:
+    """Run apps without the two lines and with them, nothing set.
 
+    Every run is a line of the file, and runs that are there already are not run again.
+    """
     logging.disable(logging.CRITICAL)
-    names = {"flower-pytorch": "digits", "flower-lora": "adapters"}
+    options.out.touch()
+    rows = read_rows(options.out)
+    found = {(row["app"], row["compressed"], row["seed"]) for row in rows}
+    apps = options.only or APPS
+    for app, seed, compressed in itertools.product(apps, range(options.runs), (False, True)):
+        if (app, compressed, seed) in found:
+            continue
+        options.rounds = APPS[app]
+        accuracies, moved = run_app(app, compressed, seed, options)
+        row = {"app": app, "seed": seed, "compressed": compressed, "rounds": options.rounds}
+        row |= {"accuracies": accuracies, "up": int(moved[0]), "down": int(moved[1])}
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    kept = [row for row in read_rows(options.out) if row["app"] in apps]
+    for table in (table_of_apps, table_of_bytes, table_of_beginnings):
+        print(*table(kept), "", sep="\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def table_of_apps(rows: list[dict[str, Any]]) -> list[str]:
+    """Return accuracies in percent: mean, standard deviation, and of each run."""
+    lines = ["| app, rounds | stock Flower | the two lines | difference |", "|---|---|---|---|"]
+    for app, *both in pairs_of(rows):
+        ends = [np.array([100 * last_of(row["accuracies"]) for row in of]) for of in both]
+        cells = [
+            f"{end.mean():.2f} ± {end.std(ddof=1):.2f} ({', '.join(f'{e:.1f}' for e in end)})"
+            for end in ends
+        ]
+        difference = ends[1] - ends[0]
+        error = difference.std(ddof=1) / len(difference) ** 0.5
+        cells.append(f"{difference.mean():+.2f} ± {error:.2f}")
+        lines.append(f"| {app}, {both[0][0]['rounds']} | {' | '.join(cells)} |")
+    return lines
+
+
+def table_of_bytes(rows: list[dict[str, Any]]) -> list[str]:
+    """Return kB per node and round."""
+    lines = [
+        "| app | stock Flower, kB up, down | the two lines | of stock's |",
+        "|---|---|---|---|",
+    ]
+    for app, *both in pairs_of(rows):
+        whole, few = (
+            np.mean([[row["up"], row["down"]] for row in of], axis=0) / 3000 / of[0]["rounds"]
+            for of in both
+        )
+        cells = [f"{up:,.1f}, {down:,.1f}" for up, down in (whole, few)]
+        cells.append(", ".join(f"1/{ratio:.0f}" for ratio in whole / few))
+        lines.append(f"| {app} | {' | '.join(cells)} |")
+    return lines
+
+
+def table_of_beginnings(rows: list[dict[str, Any]]) -> list[str]:
+    """Return accuracies on the way, of five rounds each, with standard deviations of the runs."""
+    counts = (5, 10, 20, 25)
+    lines = [
+        f"| app: stock, the two lines | {' | '.join(f'rounds {k - 4} to {k}' for k in counts)} |",
+        f"|---|{'---|' * len(counts)}",
+    ]
+    for app, *both in pairs_of(rows):
+        cells = []
+        for count in counts:
+            found = [[100 * last_of(row["accuracies"][: count + 1]) for row in of] for of in both]
+            cells.append(", ".join(f"{np.mean(x):.1f} ± {np.std(x, ddof=1):.1f}" for x in found))
+        lines.append(f"| {app} | {' | '.join(cells)} |")
+    return lines
+
+
+def pairs_of(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each app with its runs by seed, those of stock Flower and those with the two lines."""
+    for app in sorted({row["app"] for row in rows}, key=list(APPS).index):
+        of_app = sorted((row for row in rows if row["app"] == app), key=lambda row: row["seed"])
+        yield app, *([r for r in of_app if r["compressed"] is has] for has in (False, True))
+
+
+def last_of(accuracies: list[float]) -> float:
+    return float(np.mean(accuracies[-5:]))
+
+
+def measure_accuracy(options: argparse.Namespace) -> None:
+    logging.disable(logging.CRITICAL)
     print(f"{options.rounds} rounds, 3 nodes; bytes per node and round, the first model included\n")
-    print("| app | accuracy, last 5 rounds, each run | mean | handed up | handed down |")
+    print("| app | accuracy, last 5 rounds, each run | mean | up | down |")
     print("|---|---|---|---|---|", flush=True)
     for example in options.example or EXAMPLES:
         for half in options.app or ("before", "after"):
-            for name in [name for name in sys.modules if name.startswith(names[example])]:
-                del sys.modules[name]
-            sys.path.insert(0, str(ROOT / "examples" / example / half))
-            results = [run_in_process(names[example], s, options) for s in range(options.runs)]
-            sys.path.pop(0)
-            accuracies = [accuracy for accuracy, _ in results]
+            results = [run_app(example, half == "after", s, options) for s in range(options.runs)]
+            accuracies = [last_of(accuracies) for accuracies, _ in results]
             up, down = np.mean([moved for _, moved in results], axis=0) / 3 / options.rounds
             shown = ", ".join(f"{100 * a:.2f}" for a in accuracies)
             cells = f"{up / 1000:,.1f} kB | {down / 1000:,.1f} kB"
@@ -166,39 +256,63 @@ def measure_accuracy(options: argparse.Namespace) -> None:
             print(f"| {example}, {half} | {shown} | {mean:.2f} % | {cells} |", flush=True)
 
 
-def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tuple[float, Any]:
-    """Run an app's own handlers and strategy; return accuracy and the bytes handed to Flower."""
+def run_app(
+    app: str, compressed: bool, seed: int, options: argparse.Namespace
+) -> tuple[list[float], Any]:
+    """Run an app's own handlers and strategy in this process, with a first model of the seed.
+
+    Returns the accuracy after each round, and the bytes up and down of all messages as Flower
+    serializes them, the first model included.
+    """
     import contextlib
     import io
+    import sys
     from importlib import import_module
 
     import torch
-    from flwr.app import Context, RecordDict
+    from flwr.app import ArrayRecord, Context, RecordDict
+    from flwr.common.serde import message_to_proto
     from flwr.serverapp import strategy as strategies
 
     from aqg.flower import compressed as strategy
-    from aqg.flower.envelope import num_bytes
+    from aqg.models import DataShape
+    from aqg.models.nets import make_resnet8
 
     from tests.flower.memory_grid import SUPERLINK_NODE, MemoryGrid
 
     torch.set_num_threads(1)
+    example = app if app in EXAMPLES else "flower-pytorch"
+    package, rate = {"flower-pytorch": ("digits", 0.05), "flower-lora": ("adapters", 0.2)}[example]
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+    sys.path.insert(0, str(ROOT / "examples" / example / ("after" if compressed else "before")))
     client, server = (import_module(f"{package}.{side}_app") for side in ("client", "server"))
-    if hasattr(server, "Compressed"):
-        chosen = {"recipe": options.recipe, "downlink": options.downlink}
+    sys.path.pop(0)
+    if compressed:
+        chosen = {"recipe": options.recipe, "downlink": options.downlink, "seed": seed}
         server.Compressed = lambda inner: strategy.Compressed(inner, **chosen)
+    if app == RESNET:
+        shape = DataShape((1, 8, 8), (), num_classes=10, num_tokens=0)
+        client.Net = server.Net = lambda: make_resnet8(shape, "batch")
     kind, more = getattr(strategies, options.strategy), {"eta": options.eta} if options.eta else {}
     server.FedAvg = lambda **settings: kind(**settings, **more)
-    rates = {"digits": 0.05, "adapters": 0.2}
+
+    def first_arrays(state: dict[str, torch.Tensor]) -> ArrayRecord:
+        """Put the values of each tensor in another order: another draw of the same law."""
+        random = torch.Generator().manual_seed(seed)
+        orders = {n: torch.randperm(t.numel(), generator=random) for n, t in state.items()}
+        return ArrayRecord({n: t.flatten()[orders[n]].view(t.shape) for n, t in state.items()})
+
+    server.ArrayRecord = first_arrays
     config = {"rounds": options.rounds, "num-clients": 3, "local-epochs": 1}
-    config |= {"learning-rate": rates[package], "dirichlet": 0.0}
+    config |= {"learning-rate": rate, "dirichlet": options.dirichlet}
     moved = np.zeros(2)
 
     def count(way: int) -> Any:
         def counted(_node: int, message: Any) -> Any:
             if not moved.any():  # the apps seed their first model; samples come in another order
                 torch.manual_seed(1000 + seed)
-            if message.has_content():
-                moved[way] += num_bytes(message.content)
+            moved[way] += message_to_proto(message).ByteSize()
             return message
 
         return counted
@@ -210,8 +324,7 @@ def run_in_process(package: str, seed: int, options: argparse.Namespace) -> tupl
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             server.app(grid, Context(7, SUPERLINK_NODE, {}, RecordDict(), config))
-    found = [float(x) for x in re.findall(r"accuracy ([\d.]+)", printed.getvalue())]
-    return float(np.mean(found[-5:])), moved
+    return [float(x) for x in re.findall(r"accuracy ([\d.]+)", printed.getvalue())], moved
 
 
 # Bytes on the line
@@ -377,7 +490,7 @@ def measure_strategies(options: argparse.Namespace) -> None:
     from tests.flower.digits_by_label import STRATEGIES, train
 
     options.out.touch()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    rows = read_rows(options.out)
     found = {(r["strategy"], r["lines"], r["seed"], r["rounds"]): r for r in rows}
     for name, lines, seed in itertools.product(
         options.only or STRATEGIES, (False, True), range(options.runs)

@@ -74,12 +74,30 @@ def test_the_app_is_one_that_flowers_hub_takes():
             assert Requirement(dependency).name != "flwr" or dependency == f"flwr>={OLDEST}"
 
 
-def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
+@pytest.fixture
+def _partitioners(monkeypatch):
     """Offline: the images come from scikit-learn, and the partitioner is given them."""
     pytest.importorskip("torch")
-    # not in an extra: 0.6 asks for rich below 14, and Flower 1.41 for 14
-    pytest.importorskip("flwr_datasets", reason="pip install datasets; --no-deps flwr-datasets")
+    pytest.importorskip("flwr_datasets", reason="no flwr-datasets: pip install flwr-datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def run_in_process(app, monkeypatch, **options):
+    """Run four rounds of an app with the two lines; return accuracies and bytes up and down."""
+    from benchmarks.dropin import run_app
+
+    usual = {"recipe": None, "downlink": None, "strategy": "FedAvg", "eta": None, "dirichlet": 0.0}
+    monkeypatch.setenv("AQG_STATE_DIR", "")
+    before = set(sys.modules)
+    found = run_app(app, True, 0, argparse.Namespace(rounds=4, **(usual | options)))
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("adapters", "digits"):
+            del sys.modules[name]
+    return found
+
+
+@pytest.mark.usefixtures("_partitioners")
+def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "flower-pytorch" / "after"))
     task = importlib.import_module("digits.task")
     shares = {
@@ -102,20 +120,32 @@ def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("_partitioners")
+def test_an_app_learns_from_images_dealt_by_labels(monkeypatch):
+    accuracies, (up, down) = run_in_process("flower-pytorch", monkeypatch, dirichlet=0.3)
+    whole = 3 * 4 * 4 * 283_786
+    assert up < whole / 20
+    assert down < whole / 10
+    assert accuracies[-1] > accuracies[0] + 0.2
+
+
+@pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
     pytest.importorskip("torch")
-    from benchmarks.dropin import run_in_process
-
-    options = argparse.Namespace(rounds=4, recipe=None, downlink=None, strategy="FedAvg", eta=None)
-    monkeypatch.setenv("AQG_STATE_DIR", "")
-    monkeypatch.syspath_prepend(str(EXAMPLES / "flower-lora" / "after"))
-    accuracy, (up, down) = run_in_process("adapters", 0, options)
-    for name in [name for name in sys.modules if name.startswith("adapters")]:
-        monkeypatch.delitem(sys.modules, name)
+    accuracies, (up, down) = run_in_process("flower-lora", monkeypatch)
     whole = 3 * 4 * 68_700
     assert up < whole / 20
     assert down < whole / 2  # each node receives the whole of it once
-    assert accuracy > 0.25  # from 0.11, in four rounds
+    assert accuracies[-1] > 0.25  # from 0.11, in four rounds
+
+
+def test_the_tables_of_apps_are_those_of_their_runs():
+    from benchmarks.dropin import read_rows, table_of_apps, table_of_beginnings, table_of_bytes
+
+    rows = read_rows(ROOT / "results" / "apps.jsonl")
+    page = (ROOT / "docs" / "reference" / "compressed.md").read_text()
+    for table in (table_of_apps, table_of_bytes, table_of_beginnings):
+        assert "\n".join(table(rows)) in page
 
 
 def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
