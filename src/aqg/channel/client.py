@@ -29,6 +29,7 @@ from aqg.channel.tensors import (
     Values,
     decode_kept,
     encode_kept,
+    give_back,
     is_finite,
     is_same,
     kinds_of,
@@ -65,6 +66,9 @@ from aqg.wire.entry import encode_log
 from aqg.wire.varint import Reader
 
 _logger = logging.getLogger("aqg.channel")
+
+_LARGE = 1 << 25
+"""Bytes of tensors that are let go of, after which giving them back is worth its time."""
 
 
 class Memory:
@@ -210,6 +214,8 @@ def receive(
     copy, schema, made = _open(order, whole, store, version, recipe)
     if store is not None:
         store.save(copy, schema, order)
+    if copy.vector.nbytes > _LARGE:
+        give_back()  # before the caller makes tensors of its own
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
     held = Held(replace(order, movement=movement), schema, values, made)
@@ -332,13 +338,20 @@ def _update(
 ) -> FloatArray:
     """Return an update as one vector; its tensors are taken out of the dictionaries."""
     update = np.empty(sum(spec.size for spec in specs), vector_dtype(specs))
+    read = 0
     for spec, place in placed(specs):
         part = update[place]
-        new = after.pop(spec.name).reshape(-1)
+        old, new = before.pop(spec.name).reshape(-1), after.pop(spec.name).reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
-            part[:] = new if is_update else before.pop(spec.name).reshape(-1)
-            if not is_update:
-                part -= new
+            if is_update:
+                part[:] = new
+            else:
+                np.subtract(old, new, out=part)
+        read += old.nbytes + new.nbytes
+        del old, new
+        if read > _LARGE:
+            give_back()
+            read = 0
     return update
 
 

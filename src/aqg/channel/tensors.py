@@ -8,8 +8,10 @@ half precision and everything else as it is.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -285,6 +287,15 @@ def as_received(tensor: Tensor, kind: Kind) -> Tensor:
         return tensor
     schema = Schema.of({"t": tensor})
     return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": kind}), schema)["t"]
+
+
+def give_back() -> None:
+    """Return to the system what was let go of; glibc keeps it where something lies above it."""
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def bits_of(tensor: Tensor) -> NDArray[np.uint8]:
