@@ -83,8 +83,8 @@ class Phase:
 class Taken(NamedTuple):
     """A reply that was read, and has changed nothing yet."""
 
-    channel: Channel  # of the model
-    node: int  # whose it is
+    channel: Channel
+    node: int
     phase: Phase  # what it answers
     layout: bytes  # which tensors were compressed
     kept: dict[str, Tensor]  # tensors that came as they are
@@ -117,7 +117,6 @@ class Taken(NamedTuple):
             yield name, tensor
 
     def commit(self) -> None:
-        """Take note of the reply."""
         self.channel.commit(self)
 
 

@@ -226,11 +226,11 @@ class ServerSession:
                 self._book.note_holding(client, read)
         if read.lost:
             return Receipt(False, wants_order=True, problem=f"the client is lost: {read.lost}")
-        verdict = self._book.accept(client, read, self._incarnation)
-        if verdict.message is None:
-            return Receipt(False, problem=verdict.problem)
+        taken = self._book.accept(client, read, self._incarnation)
+        if isinstance(taken, str):
+            return Receipt(False, problem=taken)
         self._answered.add(client)
-        fault = "" if verdict.message.width else read.fault
+        fault = "" if taken.width else read.fault
         return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
 
     def step(self) -> None:
