@@ -39,6 +39,7 @@ from aqg.core.public import Entry, advance
 from aqg.core.server import Peer
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
+from aqg.protocol.follower import LostError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
@@ -57,10 +58,6 @@ _STEPS = 10
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
-
-
-class LostError(MessageError):
-    """A node does not hold the copy that it was thought to hold."""
 
 
 @dataclass(frozen=True, eq=False)

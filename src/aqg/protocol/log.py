@@ -78,10 +78,6 @@ class ModelLog:
         self._merger = None
         self._sums = {}
 
-    def bytes_since(self, position: int) -> int:
-        """Return the length of all entries from a round on."""
-        return sum(map(len, self.entries[max(0, position - self.first) :]))
-
     def deliver(
         self, position: int, make_snapshot: Callable[[], bytes], public: Callable[[], Public]
     ) -> Delivery:
@@ -154,10 +150,13 @@ class ModelLog:
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
         known = len(self.snapshot)
-        return by_entries > known and self.bytes_since(self.snapshot_round) > known
+        return by_entries > known and self._bytes_since(self.snapshot_round) > known
 
     def _log_bytes(self, first: int) -> int:
-        return log_overhead(first, self.round - first) + self.bytes_since(first)
+        return log_overhead(first, self.round - first) + self._bytes_since(first)
+
+    def _bytes_since(self, position: int) -> int:
+        return sum(map(len, self.entries[max(0, position - self.first) :]))
 
 
 def _num_within(most_bytes: int, entries: Sequence[bytes]) -> int:
@@ -228,21 +227,14 @@ def initial_state(public: Public, num_clients: int) -> LogState:
 class Publisher(ReadLog):
     """The log of a server, whose clients may lose what they are sent, or what they hold.
 
-    Args:
-        start, state, merges: as of `ReadLog`.
+    Attributes:
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
     """
 
-    def __init__(
-        self,
-        start: FloatArray | None,
-        state: LogState,
-        merges: bool = False,
-        first_message: bytes = b"",
-    ) -> None:
+    def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
         super().__init__(start, state, merges)
-        self.first_message = first_message
+        self.first_message = b""
         self._start_digest = b"" if start is None else start_digest(start)
         self._digests = list(state.digests)
         if len(self._digests) != len(self.entries) + 1:
