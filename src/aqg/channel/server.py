@@ -512,7 +512,7 @@ class Channel:
         if kind is Kind.STILL or is_same(tensor, held):
             return False
         if kind is Kind.HALF:
-            return not is_same(as_received(tensor, kind), held)
+            return not is_same(as_received(tensor), held)
         if tensor.dtype.kind != "f":
             return True
         spec = self.schema.specs[self.schema.places[name]]
