@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.core.downlink import resolve_downlink
-from aqg.core.optimizers import SGD
 from aqg.core.recipes import make_recipe
+from aqg.core.server import Step
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
 
@@ -396,23 +395,11 @@ def measure_memory(options: argparse.Namespace) -> None:
     num_clients = options.clients
     downlink = resolve_downlink(options.downlink, recipe)
     start = np.zeros(num_params, np.float32)
-    book = MirrorBook.first(recipe, start, np.ones(num_clients), SGD(), downlink)
-    common = {
-        "run": "memory",
-        "fingerprint": fingerprint(recipe, num_params, "float32", 0),
-        "recipe": options.recipe,
-        "bits": 4,
-        "max_staleness": 100,
-        "seed": 0,
-        "num_params": num_params,
-        "dtype": "float32",
-        "incarnation": 1,
-        "round": 1,
-        "movement": 0.0,
-        "evaluate": False,
-    }
+    book = MirrorBook.first(recipe, start, np.ones(num_clients), Step(1.0, downlink=downlink))
+    mark = fingerprint(recipe, num_params, "float32", 0)
+    about = {"recipe": options.recipe, "bits": 4, "max_staleness": 100, "seed": 0}
     # All start from the same mirror of zeros, so that one upload does for all.
-    order = Order(**common, client=0, **book.entry(0).stamp._asdict())
+    order = book.order(0, run="memory", incarnation=1, fingerprint=mark, **about)
     gradient = np.random.default_rng(0).standard_normal(num_params, np.float32)
     base = find_base(recipe, ClientMirror.first(recipe, num_params, "float32"), order, 1)
     assert base is not None
@@ -421,10 +408,10 @@ def measure_memory(options: argparse.Namespace) -> None:
     resident, seconds, frame_bytes = [], [], len(reply.frame)
     for client in range(num_clients):
         started = time.perf_counter()
-        verdict = book.accept(client, replace(reply, loss=0.0), 1)
+        taken = book.accept(client, replace(reply, loss=0.0), 1)
         seconds.append(time.perf_counter() - started)
-        assert verdict.message is not None, verdict.problem
-        del verdict
+        assert not isinstance(taken, str), taken
+        del taken
         resident.append(resident_bytes())
     half = num_clients // 2
     per_client = max(0.0, (resident[-1] - resident[half]) / (num_clients - half - 1))

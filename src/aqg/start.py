@@ -1,36 +1,10 @@
 """The ways in which a first model travels: drawn from a seed, known by its digest, rounded, exact.
 
-=========== =======================================================================================
-``seed``    each tensor by its law and one seed for all (`aqg.first_draw`); a tensor that has no law
-            is rounded, or exact where it is short
-``digest``  a hash; who holds other weights says so, and is sent the next way
-``rounded`` 2 to 8 bits a number, with a scale per 64 numbers of one tensor, entropy-coded
-``exact``   every bit
-=========== =======================================================================================
-
-The server starts from exactly what it sends. A message is::
-
-    byte 0      0x66: a first model, version 1
-    byte 1      way: 0 seed, 1 digest, 2 rounded, 3 exact
-    then        the number of parameters, a varint; where the way is 0 or 2 also that of tensors and
-                the size of each
-    seed        the seed, a varint; per tensor its kind, a byte: 0 constant, 1 uniform, 2 normal,
-                plus 4 where a center other than zero follows; 8 exact, 9 rounded. Center and scale
-                have 4 bytes each (8 where the model has double precision), a constant no scale;
-                exact and rounded tensors are behind their length, a varint
-    digest      16 bytes
-    rounded     bits, a byte; for each tensor a bit, 1 where it is not all zeros; of the blocks'
-                scales two planes, of the numbers one, each behind its length (`aqg.wire.sections`);
-                tensors of zeros have no blocks, and blocks of zeros no numbers
-    exact       a vector (`aqg.wire.vectors`)
-    last 4      CRC-32 of all before
-
-Two models are only exchanged for each other where nobody can tell: a tensor counts as *fresh* when
-its values pass as independent draws of one law. They are compared with the laws that layers are
-commonly initialized by, then with their own mean and spread, and the largest singular value of a
-matrix must be what independent numbers have: training leaves it larger. Fewer than 256 values are
-drawn by the law of PyTorch's layers only, and only where all larger tensors of the model are fresh,
-or the weights that a bias belongs to.
+The server starts from exactly what it sends. ``docs/reference/frame-format.md`` describes each byte
+of the message, and ``docs/explanation/first-model.md`` says which tensors are drawn: two models are
+only exchanged for each other where nobody can tell. A tensor counts as *fresh* when its values pass
+as independent draws of one law, and the largest singular value of a matrix is what independent
+numbers have: training leaves it larger.
 """
 
 import math
@@ -87,14 +61,9 @@ class OtherModelError(WireError):
 def pack(
     params: FloatArray, shapes: Shapes, way: str, *, seed: int = 0, bits: int = ROUNDED_BITS
 ) -> bytes:
-    """Write a first model.
+    """Write a first model: all tensors in a row, with name and shape of each, in one of `WAYS`.
 
-    Args:
-        params: all tensors in a row.
-        shapes: name and shape of each.
-        way: one of `WAYS`.
-        seed: that tensors are drawn from.
-        bits: per number that is rounded, 2 to 8.
+    Tensors are drawn from the ``seed``, or rounded to so many ``bits`` per number, 2 to 8.
 
     >>> shapes = (("weight", (30, 20)), ("bias", (30,)))
     >>> params = np.concatenate([np.random.default_rng(1).uniform(-0.2, 0.2, 600), np.zeros(30)])
@@ -106,7 +75,7 @@ def pack(
     _check(params, shapes)
     if bits not in BITS:
         raise ConfigError(f"{bits} bits per parameter; there are {BITS.start} to {BITS.stop - 1}")
-    code = WAYS.index(way)
+    code, sizes = WAYS.index(way), _sizes(shapes)
     if code == _SEED:
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"seed {seed} is not in 0..{MAX_SEED}")
@@ -116,8 +85,7 @@ def pack(
     elif code == _EXACT:
         body = encode_vector(params, np.zeros_like(params))
     else:
-        body = _round(params, _sizes(shapes), bits)
-    sizes = _sizes(shapes)
+        body = _round(params, sizes, bits)
     if code in _WITH_SIZES:
         body = b"".join(map(write_varint, (len(sizes), *sizes))) + body
     return seal(bytes([MARK, code]) + write_varint(len(params)) + body)
@@ -211,8 +179,7 @@ def _known_laws(shape: tuple[int, ...]) -> Iterator[Law]:
     outputs = math.prod(shape) / shape[1] if len(shape) > 1 else inputs
     for square in (1 / inputs, 6 / inputs, 6 / (inputs + outputs), 3 / inputs):
         yield Law(UNIFORM, 0.0, _float32(square**0.5))
-    squares = (1 / inputs, 2 / inputs, 2 / (inputs + outputs), 2 / outputs, 1.0, 0.02**2)
-    for square in squares:
+    for square in (1 / inputs, 2 / inputs, 2 / (inputs + outputs), 2 / outputs, 1.0, 0.02**2):
         yield Law(NORMAL, 0.0, _float32(square**0.5))
 
 
@@ -226,10 +193,8 @@ def _fitted(values: Float64Array) -> Law | None:
     reach = (high - low) / 2 * (len(values) + 1) / (len(values) - 1)
     uniform = Law(UNIFORM, _float32((low + high) / 2), _float32(reach))
     normal = Law(NORMAL, _float32(float(values.mean())), _float32(float(values.std())))
-    for law in (uniform, normal):
-        if _distance(values, law) <= _FITTED_DISTANCE:
-            return law
-    return None
+    fitting = (law for law in (uniform, normal) if _distance(values, law) <= _FITTED_DISTANCE)
+    return next(fitting, None)
 
 
 def _distance(values: Float64Array, law: Law) -> float:
@@ -261,9 +226,9 @@ def _is_independent(values: Float64Array, shape: tuple[int, ...], law: Law) -> b
     if len(shape) < 2:
         return True
     matrix = (values - law.center).reshape(shape[0], -1)[:_LARGEST_SINGULAR, :_LARGEST_SINGULAR]
-    rows, columns = (length**0.5 for length in matrix.shape)
     if min(matrix.shape) < 2:
         return True
+    rows, columns = (length**0.5 for length in matrix.shape)
     fluctuation = (1 / rows + 1 / columns) ** (1 / 3) / 2
     largest = float(np.linalg.norm(matrix, 2)) / law.deviation
     excess = (largest - rows - columns) / fluctuation
@@ -356,9 +321,8 @@ def _blocks(sizes: Sequence[int]) -> NDArray[np.int64]:
     """Return where blocks begin; none reaches over the end of a tensor."""
     starts, position = [np.zeros(0, np.int64)], 0
     for size in sizes:
-        end = position + size
-        starts.append(np.arange(position, end, BLOCK))
-        position = end
+        starts.append(np.arange(position, position + size, BLOCK))
+        position += size
     return np.concatenate(starts)
 
 
@@ -414,9 +378,9 @@ def _alphabet(bits: int) -> Alphabet:
 
 def _round_up(scales: Float64Array) -> NDArray[np.uint16]:
     """Return bfloat16 numbers, as their bits, that are at least as large."""
-    patterns = np.nextafter(scales.astype(np.float32), np.float32(np.inf))
-    is_enough = scales.astype(np.float32).astype(np.float64) >= scales
-    patterns = np.where(is_enough, scales.astype(np.float32), patterns).view(np.uint32)
+    near = scales.astype(np.float32)
+    above = np.where(near >= scales, near, np.nextafter(near, np.float32(np.inf)))
+    patterns = above.view(np.uint32)
     codes = (patterns.astype(np.uint64) + 0xFFFF) >> np.uint64(16)
     if (codes >= 0x7F80).any():
         raise ConfigError(f"the first model holds {float(scales.max()):g}; it must be below 3e38")

@@ -38,17 +38,13 @@ def load_model(path: Path | str, *, which: str = ...) -> dict[str, NDArray[Any]]
 @overload
 def load_model(path: Path | str, module: Module, *, which: str = ...) -> Module: ...
 def load_model(path: Path | str, module: Any = None, *, which: str = "best") -> Any:
-    """Load the model of a run.
+    """Load the model of a run, or of a safetensors file.
 
     Args:
-        path: a run's directory, or a safetensors file.
-        module: takes the tensors; its names and shapes must be the same.
+        path: a run's directory, or the file.
+        module: takes the tensors and is returned; its names and shapes must be the same. Without
+            one, tensors are returned by name as NumPy arrays, bfloat16 as float32.
         which: ``"best"`` or ``"final"``, where ``path`` is a directory.
-
-    Returns:
-        The module; or, where none is given, the tensors by name as NumPy arrays, bfloat16 as
-        float32.
-
     """
     if which not in _FILES:
         raise ConfigError(f"which is {which!r}; choose from {', '.join(_FILES)}")
@@ -56,9 +52,8 @@ def load_model(path: Path | str, module: Any = None, *, which: str = "best") -> 
     if file.is_dir():
         file = file / _FILES[which]
         if not file.exists():
-            raise RunError(
-                f"{str(file.parent)!r} has no {file.name}: no finished run of one recipe"
-            )
+            where = str(file.parent)
+            raise RunError(f"{where!r} has no {file.name}: no finished run of one recipe")
     if module is None:
         return {name: as_numpy(value) for name, value in read_tensors(file).items()}
     fill_module(module, read_tensors(file), str(file))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
-from aqg.channel.server import Channel, LostError
+from aqg.channel.server import Channel
 from aqg.channel.settings import Settings, make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.follower import CONTENT_EVERY
+from aqg.protocol.follower import CONTENT_EVERY, LostError
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import MemoryVault
 from aqg.wire.entry import MERGED_MARK
@@ -54,13 +54,13 @@ def deliver(channel, phase, node, notes, evaluate=False):
     return receive(order, whole, notes)
 
 
-def play(channel, nodes, rounds, model=FIRST, change=lambda part: part):
+def play(channel, nodes, rounds, model=FIRST, train=train):
     """Train and take the mean, as a strategy does."""
     for _ in range(rounds):
         phase, shown = channel.publish(model, is_train=True), []
         for node, notes in nodes.items():
             held = deliver(channel, phase, node, notes)
-            taken = channel.take(node, phase, change(reply_to(held, train(held.values), notes)))
+            taken = channel.take(node, phase, reply_to(held, train(held.values), notes))
             shown.append(dict(taken.tensors()))
             taken.commit()
         model = {name: np.mean([s[name] for s in shown], axis=0) for name in model}
@@ -207,18 +207,12 @@ def test_what_a_node_missed_comes_as_one_entry():
 def test_one_coordinate_that_is_much_larger_than_all_others():
     """A grid that holds it would be too coarse for them."""
     first = {"w": np.zeros((40, 50), np.float32), "scale": np.full(1, 1e6, np.float32)}
-    nodes = {node: Notes() for node in range(2)}
-    channel, model = Channel("run", first, make_settings("lean")), first
-    for _ in range(15):
-        phase, shown = channel.publish(model, is_train=True), []
-        for node, notes in nodes.items():
-            values = deliver(channel, phase, node, notes).values
-            held = deliver(channel, phase, node, notes)
-            after = {"w": values["w"] + 0.5 * (TARGET - values["w"]), "scale": values["scale"] + 1}
-            taken = channel.take(node, phase, reply_to(held, after, notes))
-            shown.append(dict(taken.tensors()))
-            taken.commit()
-        model = {name: np.mean([s[name] for s in shown], axis=0) for name in first}
+    channel = Channel("run", first, make_settings("lean"))
+
+    def train_both(values):
+        return {"w": values["w"] + 0.5 * (TARGET - values["w"]), "scale": values["scale"] + 1}
+
+    model = play(channel, {node: Notes() for node in range(2)}, 15, first, train_both)
     assert channel._copy.public.quantum == 0
     assert np.abs(model["w"] - TARGET).max() < 0.1
 
@@ -274,10 +268,11 @@ def test_a_model_that_was_trained_is_not_drawn_anew():
     assert channel.order(0, False)[1]
 
 
-def test_it_needs_no_framework():
+@pytest.mark.parametrize("modules", ["aqg.channel.client, aqg.channel.server", "aqg.protocol"])
+def test_it_needs_no_framework(modules):
     code = (
         "import sys\n"
-        "sys.modules['flwr'] = sys.modules['torch'] = None\n"
-        "import aqg.channel.client, aqg.channel.server\n"
+        "sys.modules['flwr'] = sys.modules['torch'] = sys.modules['aqg.runs'] = None\n"
+        f"import {modules}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,7 +25,6 @@ from aqg.core.types import FloatArray
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.follower import LostError, Terms, follow, holding_of
 from aqg.protocol.log import Publisher
-from aqg.protocol.messages import Order
 from aqg.protocol.mirrors import (
     ClientMirror,
     answer,
@@ -69,6 +68,13 @@ class Rates:
 
 
 CALM = Rates(*([0.0] * 18))
+
+
+def terms_of(recipe, num_params, seed=SEED):
+    """Return what a book does not know of its orders."""
+    mark = fingerprint(recipe, num_params, "float64", seed)
+    about = {"recipe": "", "bits": 4, "max_staleness": 100, "seed": seed}
+    return {"run": "r", "fingerprint": mark, **about}
 
 
 class Disk(NamedTuple):
@@ -115,6 +121,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.recipe, self.find, self.follow = recipe, find, follow_with
         self.downlink, self.optimizer = downlink, make_optimizer(optimizer)
+        self.about = terms_of(recipe, NUM_PARAMS)
         self.terms = Terms(recipe, NUM_PARAMS, "float64")
         self.rates = rates if rates is not None else Rates()
         weights = 0.5 + self.rng.random(num_clients)
@@ -128,15 +135,14 @@ class World:
         self.first_checkpoint = self.checkpoint()
         self.checkpoints = [self.first_checkpoint]
         self.incarnation = 1
-        blank = Disk(ClientMirror.first(recipe, NUM_PARAMS, "float64"))
-        self.blank = blank
-        self.disks = [blank] * num_clients
-        self.twins = [blank] * num_clients
+        self.blank = Disk(ClientMirror.first(recipe, NUM_PARAMS, "float64"))
+        self.disks = [self.blank] * num_clients
+        self.twins = [self.blank] * num_clients
         self.copies = [[disk] for disk in self.disks]
         self.away_until = [0] * num_clients
         # Some have the starting model, some another one, some none.
         starts = [start, start, None, start + 1.0]
-        self.starts = [starts[int(self.rng.integers(len(starts)))] for _ in range(num_clients)]
+        self.starts = [self.one_of(starts) for _ in range(num_clients)]
         self.old_replies = [[] for _ in range(num_clients)]
         self.old_orders = []
         self.targets = self.rng.standard_normal((num_clients, NUM_PARAMS))
@@ -237,32 +243,13 @@ class World:
         return book.state, book.weights, publisher and publisher.state()
 
     def give_order(self, client):
-        stamp, state = self.book.entries[client].stamp, self.book.state
-        parcel = self.book.parcel(client)
-        order = Order(
-            run="r",
-            fingerprint=fingerprint(self.recipe, NUM_PARAMS, "float64", SEED),
-            recipe="",
-            bits=4,
-            max_staleness=100,
-            seed=SEED,
-            num_params=NUM_PARAMS,
-            dtype="float64",
-            incarnation=self.incarnation,
-            round=state.round,
-            client=client,
-            movement=self.recipe.movement.of(state.model.history),
-            epoch=stamp.epoch,
-            uploads=stamp.uploads,
-            digest=stamp.digest,
-            evaluate=False,
-        )
+        state = self.book.state
+        order = self.book.order(client, incarnation=self.incarnation, **self.about)
         public = None
-        if parcel is not None:
-            order = replace(order, public=parcel.digest, log=parcel.log, snapshot=parcel.snapshot)
+        if order.parcel is not None:
             public = state.public
-            self.seen["snapshot"] += bool(parcel.snapshot)
-            self.seen["entries"] += len(parcel.log) > len(EMPTY_LOG)
+            self.seen["snapshot"] += bool(order.snapshot)
+            self.seen["entries"] += len(order.log) > len(EMPTY_LOG)
             if self.happens(self.rates.damage):
                 order = self.damage(order)
             self.old_orders.append(order)
@@ -274,11 +261,7 @@ class World:
     def damage(self, order):
         """Return the order with entries that are damaged, or not those of its round."""
         self.seen["damaged"] += 1
-        other = (
-            self.old_orders[int(self.rng.integers(len(self.old_orders)))]
-            if self.old_orders
-            else order
-        )
+        other = self.one_of(self.old_orders or [order])
         match int(self.rng.integers(4)):
             case 0:
                 return replace(order, log=self.flipped(order.log))
@@ -297,6 +280,9 @@ class World:
             entries[place] = self.flipped(entries[place])
             self.seen["rotten log"] += 1
 
+    def one_of(self, things):
+        return things[int(self.rng.integers(len(things)))]
+
     def flipped(self, data):
         changed = bytearray(data)
         changed[int(self.rng.integers(len(changed)))] ^= 1 << int(self.rng.integers(8))
@@ -307,14 +293,13 @@ class World:
             self.seen["late"] += 1
             return
         del self.pending[identifier]
+        self.book.note_holding(client, reply)
         if reply.lost:
             self.seen["lost model"] += 1
-            self.book.note_holding(client, reply)
             if self.repeats[client] < 2:
                 self.repeats[client] += 1
                 self.give_order(client)
             return
-        self.book.note_holding(client, reply)
         bad = None
         if self.happens(self.rates.tamper):
             bad = self.tamper(client, reply)
@@ -327,9 +312,9 @@ class World:
         old = [r for r in self.old_replies[client] if r.round != reply.round]
         match int(self.rng.integers(5)):
             case 0 if old:
-                return old[int(self.rng.integers(len(old)))]
+                return self.one_of(old)
             case 1 if old:
-                stolen = old[int(self.rng.integers(len(old)))]
+                stolen = self.one_of(old)
                 forged = replace(stolen, incarnation=reply.incarnation, round=reply.round)
                 # A client that lies about its own past may continue it in any way that fits.
                 held = self.book.entries[client].stamp
@@ -349,8 +334,8 @@ class World:
             if reply.stale and not is_bad:
                 self.seen["stale"] += 1
                 continue
-            verdict = self.book.accept(client, reply, self.incarnation)
-            if verdict.message is None:
+            taken = self.book.accept(client, reply, self.incarnation)
+            if isinstance(taken, str):
                 assert same(self.book.state, before), "a reply that was not taken changed something"
                 self.seen["rejected"] += 1
             else:
@@ -367,10 +352,13 @@ class World:
 
     def obey(self, identifier, client, order, truth):
         disk = self.disks[client]
+
+        def say(reply, mirror=truth.mirror):
+            self.carry(lambda: self.hear(identifier, client, reply, mirror))
+
         base = self.find(self.recipe, disk.mirror, order, int(self.rng.integers(1000)))
         if base is None:
-            reply = stale_reply(order)
-            self.carry(lambda: self.hear(identifier, client, reply, truth.mirror))
+            say(stale_reply(order))
             return
         held = base.snapshot.state.track.position[0]
         assert base.restarted or np.array_equal(held, truth.mirror), (
@@ -386,9 +374,7 @@ class World:
             try:
                 public = self.follow(self.terms, order.parcel, disk.public, start)
             except LostError as error:
-                holding = holding_of(self.terms, disk.public, start)
-                reply = lost_reply(order, holding, str(error))
-                self.carry(lambda: self.hear(identifier, client, reply, truth.mirror))
+                say(lost_reply(order, holding_of(self.terms, disk.public, start), str(error)))
                 return
             assert is_equal(public, truth.public), "a client trains on another model"
             params = public.parameters
@@ -404,13 +390,11 @@ class World:
         if self.happens(self.rates.crash_before_replying):
             self.seen["crash"] += 1
             return
-        after = memory.current.state.track.position[0]
-        self.carry(lambda: self.hear(identifier, client, reply, after))
+        say(reply, memory.current.state.track.position[0])
 
     def trouble_disk(self, client):
         if self.happens(self.rates.restore):
-            recent = self.copies[client][-3:]
-            self.disks[client] = recent[int(self.rng.integers(len(recent)))]
+            self.disks[client] = self.one_of(self.copies[client][-3:])
             self.seen["restored"] += 1
         if self.happens(self.rates.wipe):
             self.disks[client] = self.blank
@@ -426,7 +410,7 @@ class World:
     def rotten(self, public):
         """Return a public model in which one number has changed, as it is read from disk."""
         names = [name for name in ("position", "velocity") if getattr(public.track, name).size]
-        name = names[int(self.rng.integers(len(names)))]
+        name = self.one_of(names)
         vector = getattr(public.track, name).copy()
         place = int(self.rng.integers(vector.size))
         vector[0, place] = np.nextafter(vector[0, place], np.inf)

@@ -14,7 +14,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from aqg.channel.tensors import (
     Values,
     decode_kept,
     encode_kept,
+    give_back,
     is_finite,
     is_same,
     kinds_of,
@@ -66,6 +66,9 @@ from aqg.wire.varint import Reader
 
 _logger = logging.getLogger("aqg.channel")
 
+_LARGE = 1 << 25
+"""Bytes of tensors that are let go of, after which giving them back is worth its time."""
+
 
 class Memory:
     """What a client remembers; subclasses say where, in `runs` and `vault`."""
@@ -80,10 +83,7 @@ class Memory:
 
     def terms(self) -> Iterator[Order]:
         """Yield the terms of the models that are held, the likeliest first."""
-        for run in self.runs():
-            terms = self.copies(run).terms()
-            if terms is not None:
-                yield terms
+        return filter(None, (self.copies(run).terms() for run in self.runs()))
 
     def copies(self, run: str) -> CopyStore:
         """Return the place for the copy of a model."""
@@ -102,11 +102,7 @@ class Memory:
 
 
 class OutOfReachError(Exception):
-    """The model of an order cannot be reached from what is held here.
-
-    Attributes:
-        reply: what to answer, so that the whole model is sent.
-    """
+    """The model of an order cannot be reached; ``reply`` asks for the whole one."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.lost)
@@ -124,18 +120,12 @@ class Held(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the server waits for an update."""
         return not self.order.evaluate
 
     @property
     def is_stepping(self) -> bool:
         """Whether the server makes the model from the updates themselves."""
         return bool(self.order.constants)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the client may choose among the tensors."""
-        return bool(self.order.layout[0] & OPEN)
 
     @property
     def is_forgotten(self) -> bool:
@@ -202,14 +192,15 @@ def receive(
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
     store = None if order.layout[0] & FORGETTING else memory.copies(order.run)
-    if order.first:
-        try:
-            whole = decode_first(order.first, start)
-        except OtherModelError as error:
-            raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+    try:
+        whole = decode_first(order.first, start) if order.first else whole
+    except OtherModelError as error:
+        raise _out_of_reach(order, error) from None
     copy, schema, made = _open(order, whole, store, version, recipe)
     if store is not None:
         store.save(copy, schema, order)
+    if copy.vector.nbytes > _LARGE:
+        give_back()  # before the caller makes tensors of its own
     values = copy.values(schema)
     movement = made.movement.of(copy.public.history)
     held = Held(replace(order, movement=movement), schema, values, made)
@@ -219,20 +210,24 @@ def receive(
     return held
 
 
+def _out_of_reach(order: Order, why: object) -> OutOfReachError:
+    return OutOfReachError(lost_reply(order, Holding(), str(why)))
+
+
 def _open(
     order: Order, whole: Values | None, store: CopyStore | None, version: str, recipe: Recipe | None
 ) -> tuple[PublicCopy, Schema, Recipe]:
     """Return the copy that an order leads to; that before it is not held any more."""
     found = None if whole is not None or store is None else store.load()
     if whole is None and found is None:
-        raise OutOfReachError(lost_reply(order, Holding(), "no model is held here"))
+        raise _out_of_reach(order, "no model is held here")
     schema = found[1] if found is not None else Schema.of(whole or {})
     versions = f" of aqg {__version__}, the server has {version}"
     made = agree(order, recipe, schema.fingerprint, versions)
     try:
         copy = _follow(order, whole, None if found is None else found[0], schema, made)
     except (LostError, WireError) as error:
-        raise OutOfReachError(lost_reply(order, Holding(), str(error))) from None
+        raise _out_of_reach(order, error) from None
     return copy, schema, made
 
 
@@ -310,15 +305,15 @@ def reply_to(
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
         return to_bytes(idle_reply(order, fault=fault), order.stamp)
-    if held.is_open:
+    if order.layout[0] & OPEN:  # the client may choose among the tensors
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
     beside_frame = layout + encode_kept(after, kept, schema, kinds) if kept else layout
     if beside_frame == order.layout[1:]:
         beside_frame = b""
-    make = partial(_update, before, after, is_update)
-    reply = _respond(held, chosen, layout, make, loss, memory)
+    update = _update(before, after, is_update, chosen) if chosen else None
+    reply = _respond(held, update, layout, loss, memory)
     if beside.own and not reply.stale:
         memory.own(order.run).save({name: after[name] for name in beside.own})
     reply = replace(reply, statistics=beside_frame, held_round=order.round)
@@ -332,27 +327,29 @@ def _update(
 ) -> FloatArray:
     """Return an update as one vector; its tensors are taken out of the dictionaries."""
     update = np.empty(sum(spec.size for spec in specs), vector_dtype(specs))
+    read = 0
     for spec, place in placed(specs):
         part = update[place]
-        new = after.pop(spec.name).reshape(-1)
+        old, new = before.pop(spec.name).reshape(-1), after.pop(spec.name).reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
-            part[:] = new if is_update else before.pop(spec.name).reshape(-1)
-            if not is_update:
-                part -= new
+            if is_update:
+                part[:] = new
+            else:
+                np.subtract(old, new, out=part)
+        read += old.nbytes + new.nbytes
+        del old, new
+        if read > _LARGE:
+            give_back()
+            read = 0
     return update
 
 
 def _respond(
-    held: Held,
-    chosen: list[TensorSpec],
-    layout: bytes,
-    make: Callable[[list[TensorSpec]], FloatArray],
-    loss: float,
-    memory: Memory,
+    held: Held, update: FloatArray | None, layout: bytes, loss: float, memory: Memory
 ) -> Reply:
     """Return the reply for the tensors that are compressed, and remember it."""
     order, schema, recipe = held.order, held.schema, held.recipe
-    if not chosen:
+    if update is None:
         return idle_reply(order)
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = schema.vector_of(layout)
@@ -366,19 +363,19 @@ def _respond(
         )
     if held.is_forgotten:
         nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
-        return answer(recipe, nothing, order, make(chosen), loss)[1]
+        return answer(recipe, nothing, order, update, loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return stale_reply(order)
     base = intact_base(recipe, store, order)
-    mirror, reply = answer(recipe, base, order, make(chosen), loss)
+    mirror, reply = answer(recipe, base, order, update, loss)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply
 
 
 class OwnTensors(KeyedStore):
-    """Keeps tensors of a run in a vault that a client has for itself."""
+    """Keeps tensors that a client has for itself."""
 
     def load(self) -> dict[str, Tensor]:
         """Return the tensors; none where there are none that can be read."""

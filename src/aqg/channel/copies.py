@@ -4,18 +4,10 @@ Tensors that are compressed are one vector, a public model (`aqg.core.public`), 
 the entries of a log (`aqg.wire.entry`). What else has changed is sent as it is now, whatever became
 of it in between. Both sides compare a digest of all of it in every round.
 
-A node that holds nothing starts from a first model in few bytes. Its compressed tensors travel as
-`aqg.start` has it, drawn from a seed, by a digest or rounded, and the server starts from exactly
-what it sent. With ``exact``, and where this would not be shorter, the whole model travels in the
-framework's own arrays. All is deflated:
-
-====================== =====================================================================
-rows                   number of bytes, a varint; JSON: name, shape and type of every tensor
-layout                 a bit for each: whether it is part of the vector
-message                number of bytes, a varint; the vector (`aqg.start`)
-others                 tensors as they are now (`aqg.channel.tensors`): all others, or with a digest
-                       those that have changed
-====================== =====================================================================
+A node that holds nothing starts from a first model in few bytes, and the server from exactly what
+it sent: compressed tensors as `aqg.start` has it, others as they are. With ``exact``, and where
+this would not be shorter, the whole model travels in the framework's own arrays.
+``docs/reference/frame-format.md`` describes each byte.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from aqg.core.public import Entry, advance
 from aqg.core.server import Peer
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, MessageError
+from aqg.protocol.follower import LostError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
@@ -57,10 +58,6 @@ _STEPS = 10
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
-
-
-class LostError(MessageError):
-    """A node does not hold the copy that it was thought to hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +80,8 @@ class Phase:
 class Taken(NamedTuple):
     """A reply that was read, and has changed nothing yet."""
 
-    channel: Channel  # of the model
-    node: int  # whose it is
+    channel: Channel
+    node: int
     phase: Phase  # what it answers
     layout: bytes  # which tensors were compressed
     kept: dict[str, Tensor]  # tensors that came as they are
@@ -117,7 +114,6 @@ class Taken(NamedTuple):
             yield name, tensor
 
     def commit(self) -> None:
-        """Take note of the reply."""
         self.channel.commit(self)
 
 
@@ -516,7 +512,7 @@ class Channel:
         if kind is Kind.STILL or is_same(tensor, held):
             return False
         if kind is Kind.HALF:
-            return not is_same(as_received(tensor, kind), held)
+            return not is_same(as_received(tensor), held)
         if tensor.dtype.kind != "f":
             return True
         spec = self.schema.specs[self.schema.places[name]]

@@ -67,8 +67,9 @@ def make_settings(
             f"unknown recipe {recipe!r}; the defaults are auto, for strategies that average, and "
             f"lean, for all others; there are also {known}"
         )
-    patterns: dict[str, Any] = {"include": _patterns(include), "exclude": _patterns(exclude)}
-    settings = Settings(recipe, **patterns, **others)
+    for name, given in (("include", include), ("exclude", exclude)):
+        others[name] = (given,) if isinstance(given, str) else tuple(given)
+    settings = Settings(recipe, **others)
     if settings.start != AUTO:
         require_way(settings.start)
     own = settings.make_recipe().downlink
@@ -87,7 +88,3 @@ def _condensed(spec: str) -> Condensed:
     downlink = make_downlink(spec)
     assert isinstance(downlink, Condensed)
     return downlink
-
-
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)

@@ -8,8 +8,10 @@ half precision and everything else as it is.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +32,7 @@ Values = Mapping[str, Tensor]
 
 PIECE = 1 << 20
 """Values that are looked at together: large models need no second vector to be compared."""
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Kind(enum.Enum):
@@ -43,9 +46,6 @@ class Kind(enum.Enum):
 
 class Schema:
     """Names, types and shapes of a model's tensors, in order.
-
-    Args:
-        rows: name, shape and dtype of each.
 
     >>> schema = Schema.of({"w": np.zeros((2, 3), "f4"), "n": np.zeros((), "i8")})
     >>> [spec.name for spec in schema.chosen(schema.bitmap(["n"]))]
@@ -181,12 +181,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 class Update:
-    """A flat vector that a message stands for; of levels it is made part by part.
-
-    Args:
-        content: the vector, or levels on a grid.
-        dtype: in which precision levels are read.
-    """
+    """A flat vector that a message stands for; of levels it is made part by part, in ``dtype``."""
 
     def __init__(self, content: FloatArray | Upload, dtype: str) -> None:
         self._content = content
@@ -245,7 +240,8 @@ def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kin
     if halves:
         flat = np.concatenate([values[n].reshape(-1).astype(np.float64) for n in halves])
         message = StatisticsMessage(flat, np.zeros(0, np.int64), np.ones(len(halves), np.bool_))
-        frame = encode_statistics(message, _sections(halves, schema), "half")
+        sections = _sections(schema.specs[schema.places[name]] for name in halves)
+        frame = encode_statistics(message, sections, "half")
         parts.append(write_part(frame))
     for name in exact:
         tensor = values[name]
@@ -269,8 +265,7 @@ def decode_kept(data: bytes, schema: Schema) -> dict[str, Tensor]:
     if num_halves:
         frame = reader.part("half precision").tobytes()
         halves = specs[:num_halves]
-        flat = decode_statistics(frame, _sections([s.name for s in halves], schema)).values
-        values |= unflatten(flat, halves)
+        values |= unflatten(decode_statistics(frame, _sections(halves)).values, halves)
     for spec in specs[num_halves:]:
         kind = np.dtype(spec.dtype).newbyteorder("<")
         tensor = reader.array(spec.size, kind.str, f"tensor {spec.name!r}")
@@ -279,12 +274,16 @@ def decode_kept(data: bytes, schema: Schema) -> dict[str, Tensor]:
     return values
 
 
-def as_received(tensor: Tensor, kind: Kind) -> Tensor:
-    """Return a kept tensor as the other side has it after `encode_kept` and `decode_kept`."""
-    if kind is not Kind.HALF:
-        return tensor
+def as_received(tensor: Tensor) -> Tensor:
+    """Return a tensor as the other side has it that was sent in half precision."""
     schema = Schema.of({"t": tensor})
-    return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": kind}), schema)["t"]
+    return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": Kind.HALF}), schema)["t"]
+
+
+def give_back() -> None:
+    """Return to the system what was let go of; glibc keeps it where something lies above it."""
+    if _TRIM is not None:
+        _TRIM(0)
 
 
 def bits_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -292,8 +291,7 @@ def bits_of(tensor: Tensor) -> NDArray[np.uint8]:
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 
-def _sections(names: Sequence[str], schema: Schema) -> list[Section]:
-    specs = [schema.specs[schema.places[name]] for name in names]
+def _sections(specs: Iterable[TensorSpec]) -> list[Section]:
     return [Section(spec.size, spec.dtype) for spec in specs]
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from aqg.channel.server import Channel, LostError, Phase, Taken
+from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
@@ -44,6 +44,7 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, kind_of, name_message, replies_to
+from aqg.protocol.follower import LostError
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2

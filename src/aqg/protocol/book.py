@@ -1,8 +1,6 @@
 """The server's side of the mirror protocol: the model, its log, and a mirror of every client.
 
 A reply is checked as a whole before anything of it is used (`aqg.protocol.mirrors` has the rules).
-
-The book goes into a file as named arrays.
 """
 
 from __future__ import annotations
@@ -35,28 +33,17 @@ from aqg.core.track import Track, init_mirrors
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import MessageError, RunError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, public_digest
-from aqg.protocol.follower import Parcel
 from aqg.protocol.log import LogState, Publisher, initial_state
 from aqg.protocol.messages import Order, Reply, Stamp
 from aqg.protocol.mirrors import Held, content_digest, first_peer, take_reply
 from aqg.protocol.store import read_arrays, write_arrays
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a reply."""
-
-    message: Message | None  # the message taken; None where the reply changed nothing
-    problem: str = ""  # why it was not taken; empty where it was
-
-
 @dataclass(eq=False)
 class MirrorBook:
     """The server's side: the model and its log, every ``ref_m`` with its stamp, and their sum.
 
-    A reply is checked as a whole and the new state computed beside the old one, which it replaces
-    only then; a reply that is not taken changes nothing. Taking one costs the same however many
-    clients there are.
+    A reply that is not taken changes nothing. Taking one costs the same however many there are.
     """
 
     recipe: Recipe
@@ -88,7 +75,6 @@ class MirrorBook:
 
     @property
     def entries(self) -> list[Held]:
-        """What is held of each client beside its mirror."""
         return [peer.held for peer in self.state.peers]
 
     @property
@@ -96,12 +82,10 @@ class MirrorBook:
         return self.state.public
 
     def order(self, client: int, **terms: Any) -> Order:
-        """Return what a client is to be sent in this round.
-
-        ``terms`` are what the book does not know: the run, the recipe, and what else is wanted.
-        """
-        stamp, parcel = self.state.peers[client].held.stamp, self.parcel(client)
-        if parcel is not None:
+        """Return what a client is to be sent; ``terms`` are what the book does not know."""
+        stamp = self.state.peers[client].held.stamp
+        if self.publisher is not None:
+            parcel = self.publisher.parcel(client, self.public)
             terms |= {"public": parcel.digest, "log": parcel.log, "snapshot": parcel.snapshot}
         return Order(
             num_params=len(self.parameters),
@@ -114,11 +98,6 @@ class MirrorBook:
             **terms,
         )
 
-    def parcel(self, client: int) -> Parcel | None:
-        if self.publisher is None:
-            return None
-        return self.publisher.parcel(client, self.public)
-
     def note_holding(self, client: int, reply: Reply) -> None:
         """Take note of the model that a client holds, by its reply to an order of this round."""
         if self.publisher is None or reply.round != self.round:
@@ -128,8 +107,8 @@ class MirrorBook:
         elif reply.held_round == self.round:
             self.publisher.followed(client)
 
-    def accept(self, client: int, reply: Reply, incarnation: int) -> Verdict:
-        """Take client ``m``'s reply to this round's order, or say why not."""
+    def accept(self, client: int, reply: Reply, incarnation: int) -> Message | str:
+        """Take client ``m``'s reply to this round's order and return its message, or why not."""
         params = self.parameters
         try:
             if (reply.incarnation, reply.round) != (incarnation, self.round):
@@ -141,8 +120,8 @@ class MirrorBook:
             peer, message = take_reply(self.recipe, before, reply, len(params), str(params.dtype))
             self.take(client, peer, message, reply.restarted)
         except (MessageError, WireError) as error:
-            return Verdict(None, str(error))
-        return Verdict(message)
+            return str(error)
+        return message
 
     def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
         """Take in what `take_reply` returned for a client's reply."""
@@ -170,7 +149,8 @@ class MirrorBook:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
         before = self.public
         self.state, entry = publish_round(self.recipe, self.state, self.how)
-        return self._publish(entry, before)
+        self._publish(entry, before)
+        return entry
 
     def skip_step(self) -> Entry:
         """Go to the next round with the model as it is, because too few clients answered.
@@ -181,14 +161,14 @@ class MirrorBook:
         if not (self.recipe.memory.keeps_mirror or self.recipe.keeps_residual):
             total = np.zeros_like(model.total)
             model = model._replace(total=total, num_sent=0, upload_energy=0.0)
-        number, before = self.round, self.public
+        entry, before = Entry(self.round, is_step=False), self.public
         self.state = self.state._replace(model=model)
-        return self._publish(Entry(number, is_step=False), before)
+        self._publish(entry, before)
+        return entry
 
-    def _publish(self, entry: Entry, before: Public) -> Entry:
+    def _publish(self, entry: Entry, before: Public) -> None:
         if self.publisher is not None:
             self.publisher.publish(entry, before, self.public)
-        return entry
 
 
 _logger = logging.getLogger("aqg.protocol")
@@ -196,15 +176,12 @@ _logger = logging.getLogger("aqg.protocol")
 _START = "start.npz"
 _CLIENTS = {"mirrors": "held", "directions": "moved"}
 """Where it is written whose rows there are."""
-GROUP_BYTES = 64 << 20
+_GROUP_BYTES = 64 << 20
 """Mirrors of many clients are written together, up to about this size."""
 
 
-def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str, NDArray[Any]]:
-    """Return named arrays, with mirrors in groups of about ``group_bytes``.
-
-    Mirrors and directions that are zero are left out.
-    """
+def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
+    """Return named arrays; mirrors and directions that are zero are left out."""
     state, entries = book.state, book.entries
     tracks = [peer.track for peer in state.peers]
     mirrors = [client for client, track in enumerate(tracks) if track.is_held[0]]
@@ -220,8 +197,8 @@ def book_to_arrays(book: MirrorBook, group_bytes: int = GROUP_BYTES) -> dict[str
         "held": np.array(mirrors, np.int64),
         "moved": np.array(directions, np.int64),
     }
-    arrays |= _groups("mirrors", [tracks[client].position for client in mirrors], group_bytes)
-    arrays |= _groups("directions", [tracks[c].direction for c in directions], group_bytes)
+    arrays |= _groups("mirrors", [tracks[client].position for client in mirrors])
+    arrays |= _groups("directions", [tracks[client].direction for client in directions])
     if book.publisher is not None:
         arrays |= to_arrays(book.publisher.state(), "log/")
     return arrays
@@ -276,8 +253,8 @@ def _moved(tracks: list[Track]) -> list[int]:
     return [client for client, track in enumerate(tracks) if id(track.direction) in moved]
 
 
-def _groups(name: str, rows: list[Any], group_bytes: int) -> dict[str, NDArray[Any]]:
-    size = max(1, group_bytes // max(1, rows[0].nbytes)) if rows else 1
+def _groups(name: str, rows: list[Any]) -> dict[str, NDArray[Any]]:
+    size = max(1, _GROUP_BYTES // max(1, rows[0].nbytes)) if rows else 1
     groups = {f"{name}-{start}": rows[start : start + size] for start in range(0, len(rows), size)}
     return {n: g[0] if len(g) == 1 else np.concatenate(g) for n, g in groups.items()}
 
@@ -300,8 +277,7 @@ def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
 
 def save_start(directory: Path, publisher: Publisher) -> None:
     file = directory / _START
-    is_first = publisher.round == 1 or not file.exists()
-    if publisher.start is not None and is_first:
+    if publisher.start is not None and (publisher.round == 1 or not file.exists()):
         write_arrays(file, {"parameters": publisher.start})
 
 

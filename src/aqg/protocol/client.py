@@ -123,9 +123,9 @@ class ClientSession:
         loss, update = _updated(train, public.parameters, read)
         mirror, reply = answer(agreed, base, read, update, loss)
         seconds = time.perf_counter() - started
-        frame = to_bytes(
-            replace(reply, loss=_single(loss), work_seconds=short(seconds)), read.stamp
-        )
+        with np.errstate(over="ignore"):
+            single = float(np.float32(loss))  # it is only reported
+        frame = to_bytes(replace(reply, loss=single, work_seconds=short(seconds)), read.stamp)
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
         return frame
@@ -153,12 +153,6 @@ class ClientSession:
         return self._memory if self._path is None else DirectoryVault(self._path / key_of(order))
 
 
-def _single(number: float) -> float:
-    """Round a number that is only reported, to half the bytes."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(number))
-
-
 def short(number: float) -> float:
     """Cut a number that is only reported to the three digits of a bfloat16 number."""
     bits = np.float32(number).view(np.uint32) & np.uint32(0xFFFF0000)
@@ -181,8 +175,7 @@ def agree(
 ) -> Recipe:
     """Return the recipe, after checking that both sides mean the same.
 
-    ``recipe`` takes the place of the one that the server names, ``layout`` is the digest of a
-    model's tensors, and ``versions`` is added to the error.
+    ``layout`` is the digest of a model's tensors, and ``versions`` is added to the error.
     """
     if recipe is None and not order.recipe:
         raise ConfigError("the server has a recipe of its own; give it to the client as well")

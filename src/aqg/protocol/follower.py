@@ -38,10 +38,6 @@ class Parcel(NamedTuple):
     # where it needs none
     snapshot: bytes = b""
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.log) + len(self.snapshot)
-
 
 class Holding(NamedTuple):
     """What a client says that it holds."""
@@ -116,8 +112,7 @@ def _open(terms: Terms, parcel: Parcel, held: Public | None, start: Start) -> Pu
         if base is not None and not _is_start(terms, base):
             raise LostError(f"the starting model here is {base.dtype}{base.shape}, another one")
         return decode_snapshot(parcel.snapshot, terms.blank(), base)
-    if held is None:
-        held = first_held(terms, start)
+    held = first_held(terms, start) if held is None else held
     if held is None:
         raise LostError("no model is held here, and no snapshot was sent")
     return held
@@ -131,8 +126,7 @@ def first_held(terms: Terms, start: Start) -> Public | None:
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
     own = start()
     digest = b"" if own is None or not _is_start(terms, own) else start_digest(own)
-    if held is None and digest:
-        held = first_held(terms, lambda: own)
+    held = first_held(terms, lambda: own) if held is None else held
     if held is None:
         return Holding(start=digest)
     return Holding(held.round, public_digest(held), digest)

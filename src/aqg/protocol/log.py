@@ -2,17 +2,13 @@
 
 The server keeps an entry per round (`aqg.wire.entry`). A client that holds round ``p`` receives the
 entries since, or their sum where the model lies on an exact grid, or a snapshot and either of these
-since that, whichever is shorter.
-
-A snapshot is made when it is wanted and can pay: when a client's entries are longer than the last
-snapshot, and the log has grown by as much since that was made. So the work for snapshots, and the
-length of the log, stay in proportion to what travels.
+since that, whichever is shorter. A snapshot is made when entries are longer than the last one and
+the log has grown by as much since: work and log stay in proportion to what travels.
 
 `ModelLog` has the entries, `ReadLog` also knows how far each client has read them: a simulation
 needs no more. On a server, `Publisher`, the round that a client is known to hold changes when the
-client says what it holds, never when something is sent: an order that was lost is made up for by
-the next one. What a client says counts only if the digest is that of the round; anything else costs
-it a snapshot.
+client says what it holds, never when something is sent; and that counts only with the digest of the
+round. Anything else costs the client a snapshot.
 """
 
 from __future__ import annotations
@@ -60,22 +56,13 @@ class ModelLog:
         first: the round of the first entry.
         entries: frames of consecutive rounds.
         merges: whether the model lies on an exact grid, and entries can be added up.
-        snapshot: the last one; empty before the first.
-        snapshot_round: the round that it holds.
     """
 
-    def __init__(
-        self,
-        first: int = 1,
-        entries: Iterable[bytes] = (),
-        merges: bool = False,
-        snapshot: bytes = b"",
-        snapshot_round: int = 1,
-    ) -> None:
+    def __init__(self, first: int = 1, entries: Iterable[bytes] = (), merges: bool = False) -> None:
         self.first = first
         self.entries = list(entries)
-        self.snapshot_round = snapshot_round
-        self.snapshot = snapshot
+        self.snapshot = b""  # the last one; empty before the first
+        self.snapshot_round = 1  # that it holds
         self.merges_from = 0.0 if merges else math.inf
         """The round of the first entry that can be added up with all later ones."""
         self._merger: Merger | None = None
@@ -90,10 +77,6 @@ class ModelLog:
         self.entries.append(entry)
         self._merger = None
         self._sums = {}
-
-    def bytes_since(self, position: int) -> int:
-        """Return the length of all entries from a round on."""
-        return sum(map(len, self.entries[max(0, position - self.first) :]))
 
     def deliver(
         self, position: int, make_snapshot: Callable[[], bytes], public: Callable[[], Public]
@@ -128,10 +111,7 @@ class ModelLog:
         return Delivery(first, num_bytes)
 
     def _merged(self, first: int, public: Callable[[], Public]) -> bytes:
-        """Return one frame for all entries from a round on; empty where they cannot be merged.
-
-        It is quickest to ask for later rounds first.
-        """
+        """Return one frame for all entries from a round on; empty where they cannot be merged."""
         if first in self._sums:
             return self._sums[first]
         merger = self._merger
@@ -170,10 +150,13 @@ class ModelLog:
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
         known = len(self.snapshot)
-        return by_entries > known and self.bytes_since(self.snapshot_round) > known
+        return by_entries > known and self._bytes_since(self.snapshot_round) > known
 
     def _log_bytes(self, first: int) -> int:
-        return log_overhead(first, self.round - first) + self.bytes_since(first)
+        return log_overhead(first, self.round - first) + self._bytes_since(first)
+
+    def _bytes_since(self, position: int) -> int:
+        return sum(map(len, self.entries[max(0, position - self.first) :]))
 
 
 def _num_within(most_bytes: int, entries: Sequence[bytes]) -> int:
@@ -204,20 +187,18 @@ class LogState(NamedTuple):
 class ReadLog(ModelLog):
     """The log of a run, and the round that each client holds.
 
-    Args:
-        start: the starting model; None where it is not known any more, and snapshots stand alone.
-        state: to go on from.
-        merges: whether entries can be added up (`aqg.core.public.lies_on_grid`).
+    Without the starting model ``start`` snapshots stand alone.
     """
 
     def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
-        super().__init__(state.first, state.entries, merges, state.snapshot, state.snapshot_round)
+        super().__init__(state.first, state.entries, merges)
+        self.snapshot, self.snapshot_round = state.snapshot, state.snapshot_round
         self.start = start
         self.positions = state.positions.copy()
 
     def state(self) -> LogState:
-        positions, entries = self.positions.copy(), tuple(self.entries)
-        return LogState(positions, self.first, entries, self.snapshot_round, self.snapshot)
+        at = self.positions.copy()
+        return LogState(at, self.first, tuple(self.entries), self.snapshot_round, self.snapshot)
 
     def deliver_to(
         self, clients: IntArray, public: Callable[[], Public]
@@ -246,21 +227,14 @@ def initial_state(public: Public, num_clients: int) -> LogState:
 class Publisher(ReadLog):
     """The log of a server, whose clients may lose what they are sent, or what they hold.
 
-    Args:
-        start, state, merges: as in `ReadLog`.
+    Attributes:
         first_message: what a client that has nothing can start from (`aqg.start`), as long as all
             entries since are there; empty where it gets a snapshot.
     """
 
-    def __init__(
-        self,
-        start: FloatArray | None,
-        state: LogState,
-        merges: bool = False,
-        first_message: bytes = b"",
-    ) -> None:
+    def __init__(self, start: FloatArray | None, state: LogState, merges: bool = False) -> None:
         super().__init__(start, state, merges)
-        self.first_message = first_message
+        self.first_message = b""
         self._start_digest = b"" if start is None else start_digest(start)
         self._digests = list(state.digests)
         if len(self._digests) != len(self.entries) + 1:

@@ -156,8 +156,7 @@ def answer(
 ) -> tuple[ClientMirror, Reply]:
     """Take the client's step from ``base`` and return its memory and the reply.
 
-    The reply's ``num_samples`` and ``work_seconds`` are left to the caller, and its ``loss``: that
-    given here is the one a recipe's schedule follows.
+    The ``loss`` is for a recipe's schedule; what the reply only reports is left to the caller.
     """
     old = base.snapshot
     key = (order.seed, order.client, order.round)

@@ -14,7 +14,6 @@ import numpy as np
 
 from aqg.core.downlink import Downlink, Exact, Full, describe_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
-from aqg.core.public import lies_on_grid
 from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step, check_client
@@ -29,7 +28,6 @@ from aqg.protocol.book import (
     check_book,
     save_start,
 )
-from aqg.protocol.log import Publisher
 from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
@@ -226,11 +224,11 @@ class ServerSession:
                 self._book.note_holding(client, read)
         if read.lost:
             return Receipt(False, wants_order=True, problem=f"the client is lost: {read.lost}")
-        verdict = self._book.accept(client, read, self._incarnation)
-        if verdict.message is None:
-            return Receipt(False, problem=verdict.problem)
+        taken = self._book.accept(client, read, self._incarnation)
+        if isinstance(taken, str):
+            return Receipt(False, problem=taken)
         self._answered.add(client)
-        fault = "" if verdict.message.width else read.fault
+        fault = "" if taken.width else read.fault
         return Receipt(True, problem=fault, loss=read.loss, num_bytes=len(read.frame))
 
     def step(self) -> None:
@@ -247,12 +245,9 @@ class ServerSession:
 
     def _first(self, parameters: FloatArray, weights: Float64Array) -> MirrorBook:
         book = MirrorBook.first(self.recipe, parameters, weights, self._step)
-        assert book.publisher is not None
-        if not self._shares_start:
-            nowhere = np.zeros(len(weights), np.int64)
-            log = book.publisher.state()._replace(positions=nowhere)
-            merges = lies_on_grid(self.recipe, self._step.downlink)
-            book.publisher = Publisher(None, log, merges, self._first_message)
+        if not self._shares_start and book.publisher is not None:
+            book.publisher.start, book.publisher.first_message = None, self._first_message
+            book.publisher.positions[:] = 0
         return book
 
     def _save(self) -> None:

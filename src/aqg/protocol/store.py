@@ -112,22 +112,16 @@ _INLINE_BYTES = 4096
 
 
 class Vault(Protocol):
-    """Holds an index and numbered vectors."""
+    """Holds an index, which is replaced whole or not at all, and numbered vectors.
 
-    def read_index(self) -> str | None:
-        """Return the index, or None where there is none."""
+    Vectors that are read may be written to. Those that are missing or damaged raise `RunError`.
+    """
 
-    def write_index(self, text: str) -> None:
-        """Replace the index, whole or not at all."""
-
-    def read_vector(self, number: int) -> Vector:
-        """Return a vector to be written to; raise `RunError` where it is missing or damaged."""
-
-    def write_vector(self, number: int, vector: Vector) -> None:
-        """Write a new vector."""
-
-    def keep_only(self, numbers: set[int]) -> None:
-        """Drop all other vectors."""
+    def read_index(self) -> str | None: ...
+    def write_index(self, text: str) -> None: ...
+    def read_vector(self, number: int) -> Vector: ...
+    def write_vector(self, number: int, vector: Vector) -> None: ...
+    def keep_only(self, numbers: set[int]) -> None: ...
 
 
 class ArrayStore:
@@ -220,11 +214,8 @@ class KeyedStore:
 class ClientStore(KeyedStore):
     """Reads and writes a client's memory in a vault: its mirror, and its copy of the public model.
 
-    Both are part of one index, so that they change together. Vectors of a public model are written
-    by `put_public`, and count from the next `save` on; the caller need not hold them until then.
-
-    The key names the run and what both sides agreed on. Where something cannot be read, the server
-    finds out from the stamp or the reply: both sides start again from zero, or it sends a snapshot.
+    Both are part of one index, so that they change together. Where something cannot be read, the
+    server finds out from the stamp or the reply.
     """
 
     def __init__(self, vault: Vault, key: str) -> None:
