@@ -38,14 +38,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.round import check_precision
 from aqg.core.space import Array, NumpySpace, Space
 from aqg.core.step_sizes import Fixed, StepRule, StepState
-from aqg.core.track import (
-    Change,
-    Terms,
-    Track,
-    correct,
-    init_mirrors,
-    next_direction,
-)
+from aqg.core.track import Change, Flow, Track, correct, init_mirrors, next_direction
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError, require
 
@@ -277,12 +270,10 @@ def _steer(
     tolerance = step.downlink.tolerance * num_clients**2 * movement * scale
     if model.is_moved or not step.is_steady or model.gap > tolerance:
         gap = wanted.update * -wanted.size - velocity
-        terms = Terms(tolerance, np.zeros(1, np.int64))
-        coder = step.downlink.of_velocity
-        uploads, found = correct(space, coder, None, _FIRST, gap[None], terms)
+        found = correct(step.downlink.of_velocity, Flow(gap[None], tolerance, space))
         model = model._replace(gap=float(found.innovation.squared_norm[0]))
-        if uploads:
-            upload = uploads[0]
+        if found.uploads:
+            upload = found.uploads[0]
             velocity = velocity + space.put(upload.values(np.float64))
             model = model._replace(
                 velocity=velocity,
@@ -306,11 +297,12 @@ def _catch_up(
     """
     assert isinstance(step.downlink, Condensed)
     params, rest = model.parameters, model.rest + update
-    uploads: list[AnyUpload] = []
+    uploads: Sequence[AnyUpload] = ()
     if space.any(model.total):  # else as if no one had sent: equal sums are published alike
         coder = step.downlink.of_position(len(params), model.num_sent, step.senders(num_clients))
-        vector, terms = rest * math.copysign(1.0, -step.size), Terms(0.0, np.zeros(1, np.int64))
-        uploads, found = correct(space, coder, None, _FIRST, vector[None], terms)
+        vector = rest * math.copysign(1.0, -step.size)
+        found = correct(coder, Flow(vector[None], 0.0, space))
+        uploads = found.uploads
         if len(found.faulty):  # a run that diverges: its steps are beyond any grid
             rest = model.rest
     if not uploads:
