@@ -177,7 +177,7 @@ class Simulation(ABC):
             clients,
             self.statistics.to_arrays(),
             None if self.log is None else self.log.state(),
-            None if self.replies is None else self.replies.to_arrays(),
+            None if self.replies is None else self.replies.pending(),
         )
 
     def restore(self, state: SimulationState) -> None:
@@ -195,7 +195,7 @@ class Simulation(ABC):
             init_clients(self.recipe, len(params), problem.dtype, count),
             self.statistics.to_arrays(),
             log=None if receives_models else LogState(np.ones(count, np.int64)),
-            late=None if late is None else Replies(late, problem, self.seed).to_arrays(),
+            late=None if late is None else Replies(late, problem, self.seed).pending(),
         )
 
     def _load(self, state: SimulationState) -> None:
