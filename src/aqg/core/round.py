@@ -1,7 +1,6 @@
 """A client's round: measure, decide, upload, settle. Written once, over a leading axis of clients.
 
-One client is an axis of length one (`respond`); the simulator hands in blocks of many. What
-differs between them is the `aqg.core.space.Space` in which vectors live.
+One client is an axis of length one (`respond`); the simulator hands in blocks of many.
 
 `compress` takes the clients' vectors through the stages of their recipe, and corrects the clients'
 tracks towards what comes out (`aqg.core.track.correct`). It changes nothing. Once the uploads have

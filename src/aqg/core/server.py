@@ -69,7 +69,6 @@ class Step(NamedTuple):
         return factor if recipe.memory.keeps_mirror else factor / self.sampled
 
     def senders(self, num_clients: int) -> float:
-        """Return how many clients are expected to answer in a round."""
         return num_clients * self.sampled * (1.0 - self.dropout_rate)
 
     @property
@@ -142,8 +141,8 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
 
 
 def add_uploads(
-    space: Space,  # where vectors live
-    recipe: Recipe,  # the compressor
+    space: Space,
+    recipe: Recipe,
     model: Model,  # whose sums are moved
     mirrors: Track,  # of all clients
     clients: IntArray,  # who sent, as rows of the mirrors
@@ -217,19 +216,15 @@ def take_step(
     return moved, entry
 
 
-class _Wanted(NamedTuple):
-    """The step as it would be if everything were said."""
-
+class _Wanted(NamedTuple):  # the step as it would be if everything were said
     direction: Array
     update: Array
     size: float
 
 
 class _Length(NamedTuple):
-    """``‖step‖²``, and the factor that makes it one of clients' vectors."""
-
-    squared: float
-    factor: float
+    squared: float  # ``‖step‖²``
+    factor: float  # which makes it one of clients' vectors
 
 
 def _say_all(
@@ -506,8 +501,7 @@ def check_message(model: Model, client: int, message: AnyUpload, weight: float) 
 def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:
     """Return the state with a client's ``ref_m`` zero again and out of the sum."""
     check_client(state, client)
-    peer = state.peers[client]
-    model = state.model
+    peer, model = state.peers[client], state.model
     if recipe.memory.keeps_mirror:
         total = model.total - weight * peer.track.position[0].astype(np.float64)
         model = model._replace(total=total, is_moved=True)
@@ -588,8 +582,6 @@ class PerClient(Sequence[Value]):
         return self.rows[index // _ROW][index % _ROW]
 
     def replaced(self, index: int, value: Value) -> PerClient[Value]:
-        rows = list(self.rows)
-        row = list(rows[index // _ROW])
-        row[index % _ROW] = value
-        rows[index // _ROW] = tuple(row)
-        return replace(self, rows=tuple(rows))
+        place, within = divmod(index, _ROW)
+        row = (*self.rows[place][:within], value, *self.rows[place][within + 1 :])
+        return replace(self, rows=(*self.rows[:place], row, *self.rows[place + 1 :]))
