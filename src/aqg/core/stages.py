@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.space import Space, energies
+from aqg.core.space import Space, energies, with_rows
 from aqg.core.track import Flow, Outcome
 from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError, require
@@ -190,11 +190,8 @@ class StoredErrors(Stage):
         return state, flow._replace(stored_errors=state["errors"])
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
-        if not len(outcome.senders):
-            return state
-        errors = state["errors"].copy()
-        errors[outcome.senders] = outcome.innovation.errors[outcome.senders]
-        return {"errors": errors}
+        senders = outcome.senders
+        return {"errors": with_rows(state["errors"], senders, outcome.innovation.errors[senders])}
 
 
 @dataclass(frozen=True)
@@ -224,9 +221,8 @@ class WiderTolerance(Stage):
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         if not len(outcome.senders):
             return state
-        energy = state["energy"].copy()
-        energy[outcome.senders] = [energies(mirror) for mirror in outcome.mirrors()]
-        return {"energy": energy}
+        found = np.array([energies(mirror) for mirror in outcome.mirrors()])
+        return {"energy": with_rows(state["energy"], outcome.senders, found)}
 
 
 @dataclass(frozen=True)

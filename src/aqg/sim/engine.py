@@ -23,7 +23,7 @@ from aqg.core.types import Float64Array, IntArray
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.late import Reply, replies_of
 from aqg.sim.problem import Problem
-from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes, make_record
+from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes
 from aqg.sim.simulation import Simulation
 
 
@@ -96,8 +96,7 @@ class FastSimulation(Simulation):
         before = self.model
         self.model, entry = take_step(self.space, self.recipe, before, self.step, num_clients)
         self._publish(entry, before)
-        traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, received, traffic, self._clock)
+        return self._record(number, loss, widths, faults, sent, received, present)
 
     def _add(self, senders: IntArray, uploads: Sequence[AnyUpload], shares: Float64Array) -> None:
         track, own = self._clients.track, shares[senders]
