@@ -182,14 +182,6 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
         assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
 
 
-def test_what_a_condensing_server_leaves_out_is_sent_later():
-    vector, step = upload(1), Step(1.0, downlink=Condensed(ratio=0.2))
-    *_, (state, _) = published(RECIPE, step, np.zeros(LENGTH), [{0: vector}] * 30)
-    total = 30 * vector.values(np.float64)
-    np.testing.assert_allclose(state.model.rest - state.parameters, total, atol=1e-12)
-    assert 0 < np.abs(state.model.rest).max() < np.abs(total).max()
-
-
 FEW = 64
 STEP = Step(1.0, downlink=Condensed(keep=0.25))
 

@@ -13,8 +13,8 @@ from aqg.core.recipe import Recipe
 from aqg.core.space import NumpySpace
 from aqg.core.track import (
     Change,
+    Flow,
     Memory,
-    Terms,
     correct,
     follow,
     init_track,
@@ -134,17 +134,19 @@ def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
     tracks, waited = init_track(LENGTH, np.dtype(dtype), NUM_TRACKS), np.zeros(NUM_TRACKS, int)
     everyone = np.arange(NUM_TRACKS)
     for _ in range(12):
-        terms = Terms(tolerance, waited)
-        uploads, gaps = correct(SPACE, CODER, tracks.position, everyone, truths, terms)
+        flow = Flow(truths, tolerance, SPACE)
+        gaps = correct(CODER, flow, tracks.position, everyone, waited)
+        uploads = gaps.uploads
         squares = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
         is_sent = np.isin(everyone, gaps.senders)
         assert np.array_equal(is_sent, (gaps.innovation.squared_norm > tolerance) | (waited >= 5))
         assert gaps.innovation.squared_norm == pytest.approx(squares, rel=1e-5)
         for row in everyone.tolist():
             own = slice(row, row + 1)
-            some = everyone[own], truths[own], Terms(tolerance, waited[own])
-            again, _ = correct(SPACE, CODER, tracks.position, *some)
-            assert again == [u for m, u in zip(gaps.senders, uploads, strict=True) if m == row]
+            some = flow._replace(vectors=truths[own]), tracks.position, everyone[own], waited[own]
+            assert list(correct(CODER, *some).uploads) == [
+                u for m, u in zip(gaps.senders, uploads, strict=True) if m == row
+            ]
         said = gaps.senders, uploads, np.ones(len(uploads))
         SPACE.move(Memory.INNOVATION, tracks.position, np.zeros(LENGTH), *said)
         waited = gaps.skipped_rounds
@@ -155,9 +157,9 @@ def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
 
 def test_what_no_grid_holds_is_not_sent():
     truths = np.array([[1.0, 2.0], [np.nan, 1.0], [1e31, 0.0]])
-    terms = Terms(0.0, np.zeros(3, np.int64))
-    uploads, gaps = correct(SPACE, CODER, None, np.arange(3), truths, terms)
-    assert len(uploads) == 1
+    flow = Flow(truths, 0.0, SPACE)
+    gaps = correct(CODER, flow, rows=np.arange(3), skipped_rounds=np.zeros(3, np.int64))
+    assert len(gaps.uploads) == 1
     assert (gaps.senders.tolist(), gaps.faulty.tolist()) == ([0], [1, 2])
 
 

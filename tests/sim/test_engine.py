@@ -180,7 +180,7 @@ TRAININGS = {
 @pytest.mark.parametrize("l2", [0.0, 0.2])
 @pytest.mark.parametrize("model", ["softmax", "mlp:5"])
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
-def test_together_as_alone(training, model, l2):
+def test_clients_of_any_size_step_together(training, model, l2):
     random = np.random.default_rng(5)
     objective, torch = make_objective(model, 6, 3, l2, "mean"), pytest.importorskip("torch")
     params = torch.tensor(objective.init_params(1))

@@ -22,12 +22,11 @@ from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import on_grid
 from aqg.core.space import NumpySpace
-from aqg.core.track import Terms, correct
+from aqg.core.track import Flow, correct
 from aqg.core.types import FloatArray, IntArray
 from aqg.objectives.layout import TensorSpec
 
 _SPACE = NumpySpace(in_place=True)
-_FIRST = np.arange(1)
 FARTHEST = 1.0
 """How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
 _ROUNDING = 64.0
@@ -96,10 +95,9 @@ def condense(
             return sparse, ""
         del sparse
     tolerance = _GRID_SHARE * downlink.tolerance * movement
-    terms = Terms(tolerance, np.zeros(1, np.int64), (0, 0, version))
-    uploads, found = correct(_SPACE, downlink.of_velocity, None, _FIRST, gap[None], terms)
+    found = correct(downlink.of_velocity, Flow(gap[None], tolerance, _SPACE, version))
     fault = describe_fault(gap) if len(found.faulty) else ""
-    return (uploads[0] if uploads else None), fault
+    return (found.uploads[0] if found.uploads else None), fault
 
 
 def largest_of(vector: FloatArray, count: int) -> IntArray:

@@ -50,7 +50,8 @@ from aqg.core.messages import Upload
 from aqg.core.policies import Always
 from aqg.core.quantizers import Quantizer, Request, ternary
 from aqg.core.recipe import Recipe
-from aqg.core.stages import ErrorFeedback, Outcome, StageState
+from aqg.core.stages import ErrorFeedback, StageState
+from aqg.core.track import Outcome
 from aqg.core.types import FloatArray
 from aqg.errors import require
 

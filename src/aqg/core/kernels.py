@@ -201,14 +201,9 @@ def _add_block(
     norms[1] += square_sum
     if len(steps) == 0:
         return
-    last = len(steps) - 1
-    for b in range(last):
+    for b in range(len(steps)):
         errors[b] += _error_sum(block, midrise, b + 1, steps[b], inverses[b])
-    error_sum, value_sum = _error_and_value_sums(
-        block, midrise, last + 1, steps[last], inverses[last]
-    )
-    errors[last] += error_sum
-    norms[0] += value_sum
+    norms[0] += _value_sum(block, midrise, len(steps), steps[-1], inverses[-1])
 
 
 @part(fastmath=_SUMS)
@@ -231,26 +226,20 @@ def _error_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) ->
 
 
 @part(fastmath=_SUMS)
-def _error_and_value_sums(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
-    if not midrise and width == 1:
-        values = step * step * block.dtype.type(block.size)
-        return _error_sum(block, midrise, width, step, inverse), values
+def _value_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
     half = block.dtype.type(0.5)
-    error_sum = block.dtype.type(0)
     value_sum = block.dtype.type(0)
     if midrise:
         for i in range(block.size):
             value = (np.floor(block[i] * inverse) + half) * step
-            error = value - block[i]
-            error_sum += error * error
             value_sum += value * value
+    elif width == 1:
+        value_sum = step * step * block.dtype.type(block.size)
     else:
         for i in range(block.size):
             value = np.rint(block[i] * inverse) * step
-            error = value - block[i]
-            error_sum += error * error
             value_sum += value * value
-    return error_sum, value_sum
+    return value_sum
 
 
 @njit()

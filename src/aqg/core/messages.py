@@ -146,7 +146,6 @@ def check_halves(halves: NDArray[np.float16], exponent: int) -> None:
 
 
 def from_halves(halves: NDArray[np.float16], exponent: int, dtype: type[np.floating]) -> FloatArray:
-    """Return ``halves · 2^e``, exact in float32 and float64."""
     return halves.astype(dtype) * dtype(math.ldexp(1.0, exponent))
 
 
@@ -177,20 +176,14 @@ class HalfUpload(ByValue):
 class SparseUpload(ByValue):
     """A vector that is zero but for a few coordinates, which are halves.
 
-    Attributes:
-        indices: where they are, increasing.
-        halves: their values over ``2^exponent``; none is zero.
-        exponent: ``e``.
-        length: how many coordinates the vector has.
-
     >>> SparseUpload(np.array([1, 4]), np.array([1.5, -1], np.float16), 1, 6).values(np.float32)
     array([ 0.,  3.,  0.,  0., -2.,  0.], dtype=float32)
     """
 
-    indices: NDArray[np.int64]
-    halves: NDArray[np.float16]
+    indices: NDArray[np.int64]  # where these are, increasing
+    halves: NDArray[np.float16]  # their values over ``2^exponent``; none is zero
     exponent: int
-    length: int
+    length: int  # how many coordinates the vector has
 
     def __post_init__(self) -> None:
         check_halves(self.halves, self.exponent)
@@ -439,21 +432,13 @@ def _round_block(block: Float64Array, squared_norm: float, unbiased: bool, width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotatedUpload(ByValue):
-    """The signs of a rotated vector, or codes of two or four bits.
+    """The signs of a rotated vector, or codes of two or four bits."""
 
-    Attributes:
-        signs: a code below ``2^width`` for every coordinate of all blocks; 0 or 1 at one bit.
-        scales: ``S`` of every block.
-        seed: of the rotation, below ``2^32``.
-        length: how many coordinates the vector has.
-        width: bits per coordinate.
-    """
-
-    signs: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    seed: int
-    length: int
-    width: int = 1
+    signs: NDArray[np.uint8]  # a code below ``2^width`` for every coordinate of all blocks
+    scales: NDArray[np.float32]  # ``S`` of every block
+    seed: int  # of the rotation, below ``2^32``
+    length: int  # how many coordinates the vector has
+    width: int = 1  # bits per coordinate
 
     def __post_init__(self) -> None:
         if self.width not in WIDTHS:

@@ -1,7 +1,6 @@
 """A client's round: measure, decide, upload, settle. Written once, over a leading axis of clients.
 
-One client is an axis of length one (`respond`); the simulator hands in blocks of many. What
-differs between them is the `aqg.core.space.Space` in which vectors live.
+One client is an axis of length one (`respond`); the simulator hands in blocks of many.
 
 `compress` takes the clients' vectors through the stages of their recipe, and corrects the clients'
 tracks towards what comes out (`aqg.core.track.correct`). It changes nothing. Once the uploads have
@@ -17,10 +16,10 @@ import numpy as np
 from aqg.core.grids import MAX_RADIUS
 from aqg.core.messages import AnyUpload, Message, Skip
 from aqg.core.recipe import Recipe
-from aqg.core.space import Array, NumpySpace, Space, with_rows
-from aqg.core.stages import Flow, Outcome, StageState, call_before, settle_stage
-from aqg.core.track import Gaps, Memory, Terms, Track, correct, follow, init_mirrors
-from aqg.core.types import Float64Array, FloatArray, IntArray, is_whole
+from aqg.core.space import NumpySpace, with_rows
+from aqg.core.stages import StageState, call_before, settle_stage
+from aqg.core.track import Flow, Memory, Outcome, Track, correct, follow, init_mirrors
+from aqg.core.types import FloatArray, IntArray, is_whole
 from aqg.errors import ConfigError, GradientError
 
 
@@ -33,33 +32,17 @@ class Clients(NamedTuple):
     stages: Mapping[str, StageState]  # the state of every stage of the recipe, by the stage's name
 
 
-class News(NamedTuple):
-    """What a round's clients receive, and what they know besides their vectors."""
-
-    round: int  # ``k``, counted from 1
-    movement: float  # the number that the server broadcast with the model
-    losses: Any  # of each client whose vector is given, in their order
-    seed: int = 0  # makes the round's randomness, with client and round
-    first: int = 0  # the number of the first client on the axis
-    # how many levels each of them uses over the average, where recipes give more of them to clients
-    # that count more; None: all the same
-    level_factors: Float64Array | None = None
-    noise: float = 1.0  # ``b``, the noise that uploads may carry, in their own energy
-
-
 class Compressed(NamedTuple):
     """What a block of clients uploads in a round."""
 
-    senders: IntArray  # who sent something, increasing
-    uploads: list[AnyUpload]  # what each of them sent
-    widths: IntArray  # with how many bits per parameter
+    clients: IntArray  # all of the block
+    senders: IntArray  # who of them sent something, increasing
+    uploads: Sequence[AnyUpload]  # what each of these sent
     # what was wrong with the vectors of others, as ``(client, text)``
     faults: list[tuple[int, str]]
-    clients: IntArray  # all of the block
-    gaps: Gaps  # what was found of their vectors
+    outcome: Outcome  # what became of the vectors
     # the state of each stage, before the round and on the way
     stages: dict[str, tuple[StageState, StageState]]
-    noise: float  # what the server allowed
 
 
 def init_clients(
@@ -93,59 +76,43 @@ def split_clients(state: Clients) -> list[Clients]:
     return [split(m) for m in range(len(state.skipped_rounds))]
 
 
-def compress(
-    space: Space, recipe: Recipe, state: Clients, clients: IntArray, vectors: Array, news: News
-) -> Compressed:
+def compress(recipe: Recipe, state: Clients, clients: IntArray, flow: Flow) -> Compressed:
     """Decide for each of these clients what it sends, and quantize it; nothing else changes.
 
-    ``vectors`` are what each of ``clients``, increasing places on the state's axis, has computed:
-    its gradient ``g_m^k`` or another update, ``(m, n)``.
+    The flow holds what each of ``clients``, increasing places on the state's axis, has computed:
+    its gradient ``g_m^k`` or another update.
     """
-    flow = Flow(
-        vectors, news.movement, news.losses, news.round, space, level_factors=news.level_factors
-    )
+    space = flow.space
     stages: dict[str, tuple[StageState, StageState]] = {}
     for stage in recipe.stages:
         home = stage.home(space)
         old = {f: home.take(column, clients) for f, column in state.stages[stage.name].items()}
-        new, flow = call_before(space, stage, old, flow)
+        new, flow = call_before(stage, old, flow)
         stages[stage.name] = old, new
     positions = state.track.position if recipe.memory is Memory.INNOVATION else None
-    terms = Terms(
-        flow.movement,
-        space.host.take(state.skipped_rounds, clients),
-        (news.seed, news.first, news.round),
-        news.noise,
-        flow.stored_errors,
-    )
-    uploads, gaps = correct(space, recipe, positions, clients, flow.vectors, terms)
+    skipped_rounds = space.host.take(state.skipped_rounds, clients)
+    found = correct(recipe, flow, positions, clients, skipped_rounds)
     faults: list[tuple[int, str]] = []
-    if len(gaps.faulty):
-        members, rows = clients[gaps.faulty].tolist(), space.rows(gaps.vectors, gaps.faulty)
+    if len(found.faulty):
+        members, rows = clients[found.faulty].tolist(), space.rows(found.vectors, found.faulty)
         faults = [(m, describe_fault(row)) for m, row in zip(members, rows, strict=True)]
-    widths = np.array([upload.width for upload in uploads], np.int64)
-    return Compressed(
-        clients[gaps.senders], uploads, widths, faults, clients, gaps, stages, news.noise
-    )
+    return Compressed(clients, clients[found.senders], found.uploads, faults, found, stages)
 
 
-def settle(space: Space, recipe: Recipe, state: Clients, sent: Compressed) -> Clients:
+def settle(recipe: Recipe, state: Clients, sent: Compressed) -> Clients:
     """Return the clients' state after the round; the uploads have moved ``state.track`` already.
 
     Of a client whose vector was faulty nothing changes.
     """
-    gaps = sent.gaps
-    skipped_rounds = with_rows(state.skipped_rounds, sent.clients, gaps.skipped_rounds)
-    if not recipe.stages:
-        return state._replace(skipped_rounds=skipped_rounds)
+    found = sent.outcome
+    skipped_rounds = with_rows(state.skipped_rounds, sent.clients, found.skipped_rounds)
 
     def mirrors() -> Sequence[FloatArray]:
-        return space.rows(state.track.position, sent.senders)
+        return found.space.rows(state.track.position, sent.senders)
 
-    outcome = Outcome(*gaps[:5], sent.uploads, space, mirrors, sent.noise)
-    stages = dict(state.stages)
+    outcome, stages = found._replace(mirrors=mirrors), dict(state.stages)
     for stage in recipe.stages:
-        settle_stage(space, stage, stages, sent.clients, sent.stages[stage.name], outcome)
+        settle_stage(stage, stages, sent.clients, sent.stages[stage.name], outcome)
     return Clients(state.num_params, state.track, skipped_rounds, stages)
 
 
@@ -200,14 +167,14 @@ def respond(
     check_gradient(state, gradient)
     seed, client, round_number = key
     factors = None if level_factor == 1 else np.array([level_factor])
-    news = News(round_number, movement, np.array([loss]), seed, client, factors, noise)
-    sent = compress(_SPACE, recipe, state, _FIRST, gradient[None], news)
+    terms = round_number, seed, client, np.array([loss]), factors, noise
+    sent = compress(recipe, state, _FIRST, Flow(gradient[None], movement, _SPACE, *terms))
     track = state.track
     message: Message = Skip(sent.faults[0][1]) if sent.faults else Skip()
     if sent.uploads:
         message = sent.uploads[0]
         track = follow(track, message, memory=recipe.memory)
-    return settle(_SPACE, recipe, state._replace(track=track), sent), message
+    return settle(recipe, state._replace(track=track), sent), message
 
 
 def check_gradient(state: ClientState, gradient: object) -> None:

@@ -38,14 +38,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.round import check_precision
 from aqg.core.space import Array, NumpySpace, Space
 from aqg.core.step_sizes import Fixed, StepRule, StepState
-from aqg.core.track import (
-    Change,
-    Terms,
-    Track,
-    correct,
-    init_mirrors,
-    next_direction,
-)
+from aqg.core.track import Change, Flow, Track, correct, init_mirrors, next_direction
 from aqg.core.types import Float64Array, FloatArray, IntArray, is_number, is_whole
 from aqg.errors import ConfigError, MessageError, require
 
@@ -76,7 +69,6 @@ class Step(NamedTuple):
         return factor if recipe.memory.keeps_mirror else factor / self.sampled
 
     def senders(self, num_clients: int) -> float:
-        """Return how many clients are expected to answer in a round."""
         return num_clients * self.sampled * (1.0 - self.dropout_rate)
 
     @property
@@ -149,8 +141,8 @@ def init_model(recipe: Recipe, parameters: FloatArray, step: Step) -> Model:
 
 
 def add_uploads(
-    space: Space,  # where vectors live
-    recipe: Recipe,  # the compressor
+    space: Space,
+    recipe: Recipe,
     model: Model,  # whose sums are moved
     mirrors: Track,  # of all clients
     clients: IntArray,  # who sent, as rows of the mirrors
@@ -224,19 +216,15 @@ def take_step(
     return moved, entry
 
 
-class _Wanted(NamedTuple):
-    """The step as it would be if everything were said."""
-
+class _Wanted(NamedTuple):  # the step as it would be if everything were said
     direction: Array
     update: Array
     size: float
 
 
 class _Length(NamedTuple):
-    """``‖step‖²``, and the factor that makes it one of clients' vectors."""
-
-    squared: float
-    factor: float
+    squared: float  # ``‖step‖²``
+    factor: float  # which makes it one of clients' vectors
 
 
 def _say_all(
@@ -277,12 +265,10 @@ def _steer(
     tolerance = step.downlink.tolerance * num_clients**2 * movement * scale
     if model.is_moved or not step.is_steady or model.gap > tolerance:
         gap = wanted.update * -wanted.size - velocity
-        terms = Terms(tolerance, np.zeros(1, np.int64))
-        coder = step.downlink.of_velocity
-        uploads, found = correct(space, coder, None, _FIRST, gap[None], terms)
+        found = correct(step.downlink.of_velocity, Flow(gap[None], tolerance, space))
         model = model._replace(gap=float(found.innovation.squared_norm[0]))
-        if uploads:
-            upload = uploads[0]
+        if found.uploads:
+            upload = found.uploads[0]
             velocity = velocity + space.put(upload.values(np.float64))
             model = model._replace(
                 velocity=velocity,
@@ -306,12 +292,13 @@ def _catch_up(
     """
     assert isinstance(step.downlink, Condensed)
     params, rest = model.parameters, model.rest + update
-    uploads: list[AnyUpload] = []
+    uploads: Sequence[AnyUpload] = ()
     if space.any(model.total):  # else as if no one had sent: equal sums are published alike
         senders = step.senders(num_clients)
         coder = step.downlink.of_position(len(params), model.num_sent, senders, step.sampled)
-        vector, terms = rest * math.copysign(1.0, -step.size), Terms(0.0, np.zeros(1, np.int64))
-        uploads, found = correct(space, coder, None, _FIRST, vector[None], terms)
+        vector = rest * math.copysign(1.0, -step.size)
+        found = correct(coder, Flow(vector[None], 0.0, space))
+        uploads = found.uploads
         if len(found.faulty):  # a run that diverges: its steps are beyond any grid
             rest = model.rest
     if not uploads:
@@ -515,8 +502,7 @@ def check_message(model: Model, client: int, message: AnyUpload, weight: float) 
 def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:
     """Return the state with a client's ``ref_m`` zero again and out of the sum."""
     check_client(state, client)
-    peer = state.peers[client]
-    model = state.model
+    peer, model = state.peers[client], state.model
     if recipe.memory.keeps_mirror:
         total = model.total - weight * peer.track.position[0].astype(np.float64)
         model = model._replace(total=total, is_moved=True)
@@ -597,8 +583,6 @@ class PerClient(Sequence[Value]):
         return self.rows[index // _ROW][index % _ROW]
 
     def replaced(self, index: int, value: Value) -> PerClient[Value]:
-        rows = list(self.rows)
-        row = list(rows[index // _ROW])
-        row[index % _ROW] = value
-        rows[index // _ROW] = tuple(row)
-        return replace(self, rows=tuple(rows))
+        place, within = divmod(index, _ROW)
+        row = (*self.rows[place][:within], value, *self.rows[place][within + 1 :])
+        return replace(self, rows=(*self.rows[:place], row, *self.rows[place + 1 :]))

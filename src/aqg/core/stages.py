@@ -3,58 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH
-from aqg.core.kernels import Innovation
-from aqg.core.messages import AnyUpload
-from aqg.core.space import Space, energies
-from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.space import Space, energies, with_rows
+from aqg.core.track import Flow, Outcome
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import ConfigError, require
 
 StageState: TypeAlias = Mapping[str, Any]
 """Named arrays, a row per client."""
-
-
-class Flow(NamedTuple):
-    """What goes through the stages of ``m`` clients in a round."""
-
-    # what each client is about to compress, ``(m, n)``; at first its gradient. A stage replaces
-    # them, and never writes into them.
-    vectors: Any
-    # the number that criteria compare with, from the server; one for all, or ``(m,)``
-    movement: float | Float64Array
-    losses: Any  # each client's loss at the model of this round, ``(m,)``, NaN where unknown
-    round: int  # ``k``, counted from 1
-    space: Space  # where the vectors live
-    # ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage keeps them
-    stored_errors: Float64Array | None = None
-    level_factors: Float64Array | None = None  # of each client, as in `aqg.core.round.News`
-
-
-class Outcome(NamedTuple):
-    """What became of the vectors of ``m`` clients.
-
-    ``senders``, ``skipping`` and ``faulty`` are places on the axis of ``m`` clients.
-    """
-
-    # what was to be quantized, ``(m, n)``: the flow's vectors, less the mirror where the recipe
-    # sends innovations
-    vectors: Any
-    innovation: Innovation  # their statistics
-    senders: IntArray  # who sent
-    skipping: IntArray  # who chose not to
-    faulty: IntArray  # whose vector cannot be quantized; the state of these is left as it was
-    uploads: Sequence[AnyUpload]  # what each of the senders sent
-    space: Space  # where the vectors live
-    # returns ``ref_m`` after the uploads, of each of the senders
-    mirrors: Callable[[], Sequence[FloatArray]]
-    noise: float  # that uploads might carry
 
 
 class Stage:
@@ -85,30 +48,25 @@ class Stage:
         return space if self.vectors == "device" else space.host
 
 
-def call_before(
-    space: Space, stage: Stage, rows: StageState, flow: Flow
-) -> tuple[StageState, Flow]:
+def call_before(stage: Stage, rows: StageState, flow: Flow) -> tuple[StageState, Flow]:
     """Call `Stage.before`, with the vectors in NumPy if that is what the stage is written for.
 
     What it keeps in the memory of the vectors is copied: they may be overwritten from now on.
     """
-    kind = stage.vectors
-    if kind == "unused":
+    if stage.vectors == "unused":
         return stage.before(rows, flow)
-    if kind == "device" or space is space.host:
-        new, changed = stage.before(rows, flow)
-        vectors = changed.vectors
-        return {f: v if v is rows[f] else space.apart(v, vectors) for f, v in new.items()}, changed
-    brought = flow._replace(vectors=space.get(flow.vectors), space=space.host)
-    new, changed = stage.before(rows, brought)
-    vectors = flow.vectors
-    if changed.vectors is not brought.vectors:
-        vectors = space.put(changed.vectors)
-    return new, changed._replace(vectors=vectors, space=space)
+    space, home = flow.space, stage.home(flow.space)
+    given = flow if home is space else flow._replace(vectors=space.get(flow.vectors), space=home)
+    new, changed = stage.before(rows, given)
+    vectors = changed.vectors
+    new = {f: v if v is rows[f] else home.apart(v, vectors) for f, v in new.items()}
+    if home is not space:
+        moved = flow.vectors if vectors is given.vectors else space.put(vectors)
+        changed = changed._replace(vectors=moved, space=space)
+    return new, changed
 
 
 def settle_stage(
-    space: Space,
     stage: Stage,
     tables: dict[str, StageState],
     clients: IntArray,
@@ -120,10 +78,11 @@ def settle_stage(
     Of a client whose vector was faulty they stay as they were before the round.
     """
     old, new = states
-    if stage.vectors == "host" and space is not space.host:
-        outcome = outcome._replace(vectors=space.get(outcome.vectors), space=space.host)
+    space, home = outcome.space, stage.home(outcome.space)
+    if stage.vectors == "host" and home is not space:
+        outcome = outcome._replace(vectors=space.get(outcome.vectors), space=home)
     new = stage.after(new, outcome)
-    home, table, faulty = stage.home(space), tables[stage.name], outcome.faulty
+    table, faulty = tables[stage.name], outcome.faulty
     changed = {}
     for field, column in new.items():
         if column is old[field]:
@@ -174,13 +133,11 @@ class ErrorControl(ErrorFeedback):
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         space, senders = outcome.space, outcome.senders
-        kept = space.rows(state["residual"], senders)
         new = super().after(state, outcome)["residual"]
-        if not len(senders):
-            return {"residual": new}
-        pairs = zip(kept, space.rows(new, senders), strict=True)
-        rows = np.stack([(1 - self.eta) * old + self.eta * left for old, left in pairs])
-        return {"residual": space.store(new, senders, rows)}
+        if len(senders):
+            old, left = (np.asarray(space.rows(v, senders)) for v in (state["residual"], new))
+            new = space.store(new, senders, (1 - self.eta) * old + self.eta * left)
+        return {"residual": new}
 
 
 @dataclass(frozen=True)
@@ -233,11 +190,8 @@ class StoredErrors(Stage):
         return state, flow._replace(stored_errors=state["errors"])
 
     def after(self, state: StageState, outcome: Outcome) -> StageState:
-        if not len(outcome.senders):
-            return state
-        errors = state["errors"].copy()
-        errors[outcome.senders] = outcome.innovation.errors[outcome.senders]
-        return {"errors": errors}
+        senders = outcome.senders
+        return {"errors": with_rows(state["errors"], senders, outcome.innovation.errors[senders])}
 
 
 @dataclass(frozen=True)
@@ -267,9 +221,8 @@ class WiderTolerance(Stage):
     def after(self, state: StageState, outcome: Outcome) -> StageState:
         if not len(outcome.senders):
             return state
-        energy = state["energy"].copy()
-        energy[outcome.senders] = [energies(mirror) for mirror in outcome.mirrors()]
-        return {"energy": energy}
+        found = np.array([energies(mirror) for mirror in outcome.mirrors()])
+        return {"energy": with_rows(state["energy"], outcome.senders, found)}
 
 
 @dataclass(frozen=True)

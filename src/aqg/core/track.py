@@ -14,6 +14,7 @@ products, and one addition per coordinate rounds the same way everywhere.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -76,26 +77,43 @@ class Change(NamedTuple):
 Part: TypeAlias = AnyUpload | Change
 
 
-class Terms(NamedTuple):
-    """What corrections of a round depend on, besides the vectors."""
+class Flow(NamedTuple):
+    """What is to be sent of ``m`` tracks in a round, and what it depends on."""
 
-    movement: float | Float64Array  # the number to compare with, one for all tracks or one for each
-    skipped_rounds: IntArray  # how many rounds in a row each was not corrected, ``(m,)``
-    # of the randomness: seed, number of the first track, round
-    key: tuple[int, int, int] = (0, 0, 0)
-    noise: float = 1.0  # what corrections may carry, in their own energy
-    stored_errors: Float64Array | None = None  # as in `aqg.core.policies.Case`
+    # where each track should be, ``(m, n)``: of a client at first its gradient, which the stages of
+    # its recipe replace, and never write into
+    vectors: Any
+    # the number that criteria compare with, from the server; one for all, or ``(m,)``
+    movement: float | Float64Array
+    space: Space  # where the vectors live; `correct` may overwrite them if they are its own
+    round: int = 0  # ``k``, counted from 1
+    seed: int = 0  # makes the round's randomness, with client and round
+    first: int = 0  # the number of the first client on the axis
+    losses: Any = None  # each client's loss at the model of this round, ``(m,)``, NaN where unknown
+    # how many levels each of them uses over the average, where recipes give more of them to clients
+    # that count more; None: all the same
+    level_factors: Float64Array | None = None
+    noise: float = 1.0  # ``b``, the noise that uploads may carry, in their own energy
+    # ``‖ε̂_b‖²`` of each client's last upload, ``(m, b_max)``, where a stage keeps them
+    stored_errors: Float64Array | None = None
 
 
-class Gaps(NamedTuple):
-    """What `correct` found, with a row for each track it was given; places are rows of that."""
+class Outcome(NamedTuple):
+    """What became of the vectors of ``m`` tracks, a row for each; places are rows of that."""
 
-    vectors: Array  # ``truth - position``
+    # ``truth - position``, which was to be quantized: the flow's vectors, less the mirrors where
+    # the recipe sends innovations
+    vectors: Any
     innovation: Innovation  # their statistics
     senders: IntArray  # places of those that are corrected
     skipping: IntArray  # of those that need not be
-    faulty: IntArray  # of those whose vectors cannot be quantized
-    skipped_rounds: IntArray  # as in `Terms`, after the round
+    faulty: IntArray  # of those whose vectors cannot be quantized: their state is left as it was
+    skipped_rounds: IntArray  # how many rounds in a row each was not corrected, this one included
+    space: Space  # where the vectors live
+    noise: float  # that uploads might carry
+    uploads: Sequence[AnyUpload] = ()  # what each of the senders sent
+    # returns ``ref_m`` after the uploads, of each of the senders
+    mirrors: Callable[[], Sequence[FloatArray]] = tuple
 
 
 def init_track(
@@ -116,28 +134,32 @@ def init_mirrors(
     return init_track(num_params if memory.keeps_mirror else 0, dtype, num_clients)
 
 
+_ONE, _NO_ROUNDS = np.arange(1), np.zeros(1, np.int64)
+
+
 def correct(
-    space: Space,  # where vectors live; ``truths`` may be overwritten if they are its own
     recipe: Recipe,  # how corrections are chosen and written
-    positions: Array | None,  # of all tracks; None where they are zero
-    rows: IntArray,  # which tracks these are: increasing places on the axis of ``positions``
-    truths: Array,  # where each should be, ``(m, n)``
-    terms: Terms,  # what else there is to know
-) -> tuple[list[AnyUpload], Gaps]:
-    """Decide which tracks to correct, and return what is to be added to each of these."""
-    vectors, innovation = space.measure(recipe.quantizer, truths, positions, rows)
-    decision = recipe.policy.decide(Case(innovation, terms.movement, terms.stored_errors))
-    skipped_rounds = terms.skipped_rounds.copy()
+    flow: Flow,  # where the tracks should be
+    positions: Array | None = None,  # of all tracks; None where they are zero
+    rows: IntArray = _ONE,  # which tracks these are: increasing places on the axis of ``positions``
+    skipped_rounds: IntArray = _NO_ROUNDS,  # how many in a row each was not corrected, ``(m,)``
+) -> Outcome:
+    """Decide which tracks to correct, and what is to be added to each of these."""
+    space = flow.space
+    vectors, innovation = space.measure(recipe.quantizer, flow.vectors, positions, rows)
+    decision = recipe.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
+    skipped_rounds = skipped_rounds.copy()
     senders, skipping, faulty = who_sends(
         decision.send, innovation.in_range, skipped_rounds, recipe.max_staleness
     )
-    gaps = Gaps(vectors, innovation, senders, skipping, faulty, skipped_rounds)
+    found = Outcome(
+        vectors, innovation, senders, skipping, faulty, skipped_rounds, space, flow.noise
+    )
     if not len(senders):
-        return [], gaps
+        return found
     chosen = space.rows(vectors, senders)
     steps, norms = innovation.steps, innovation.squared_norm
-    seed, first, round_number = terms.key
-    movements = np.broadcast_to(terms.movement, len(rows))
+    movements = np.broadcast_to(flow.movement, len(rows))
 
     def encode(index: int) -> AnyUpload:
         place = senders.item(index)
@@ -146,13 +168,14 @@ def correct(
             width=width,
             step=steps.item(place, width - 1) if width <= steps.shape[1] else 0.0,
             squared_norm=norms.item(place),
-            key=(seed, first + rows.item(place), round_number),
+            key=(flow.seed, flow.first + rows.item(place), flow.round),
             movement=movements.item(place),
-            noise=terms.noise,
+            noise=flow.noise,
         )
         return recipe.quantizer.quantize(chosen[index], request)
 
-    return space.map(encode, range(len(senders)), len(senders) * chosen[0].size), gaps
+    uploads = space.map(encode, range(len(senders)), len(senders) * chosen[0].size)
+    return found._replace(uploads=uploads)
 
 
 def follow(

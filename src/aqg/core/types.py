@@ -20,8 +20,7 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
-    """Tell whether this is a number that is finite."""
+def is_number(value: object) -> bool:  # a finite one
     return isinstance(value, int | float | np.floating | np.integer) and math.isfinite(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -126,11 +127,13 @@ class NumpyBackend(NumpySpace):
                 )
                 continue
             assert isinstance(objective, ClosedForm)
+            flat, length = features.reshape(-1, features.shape[-1]), labels.shape[1]
             for first in range(0, len(labels), size):
-                some = slice(first, first + size)
                 own = slice(where.start + first, min(where.start + first + size, where.stop))
-                losses[own], updates[own] = local.update_alike(
-                    objective, params, features[some], labels[some], keys[own]
+                starts = range(0, labels.size, length)[first : first + size]
+                spans = starts, [length] * len(starts)
+                losses[own], updates[own] = local.update_many(
+                    objective, params, flat, labels.ravel(), *spans, keys[own]
                 )
         return losses, updates
 
@@ -251,25 +254,19 @@ def cut(
     ((3, 512, 3), [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     """
     length = min(PIECE_LENGTH, max(len(client.labels) for client in clients))
-    counts = [-(-len(client.labels) // length) for client in clients]
-    num_pieces = sum(counts)
-    first = clients[0]
-    features = np.zeros((num_pieces * length, first.features.shape[1]), first.features.dtype)
-    labels = np.zeros(num_pieces * length, first.labels.dtype)
-    weights = np.zeros(num_pieces * length, first.features.dtype)
-    owners = np.zeros((len(clients), num_pieces), first.features.dtype)
-    starts = []
-    piece = 0
-    for client, (samples, count) in enumerate(zip(clients, counts, strict=True)):
-        start = piece * length
-        rows = slice(start, start + len(samples.labels))
-        features[rows], labels[rows] = samples
-        weights[rows] = weight(len(samples.labels))
-        owners[client, piece : piece + count] = 1
-        starts.append(start)
-        piece += count
+    sizes, dtype = [len(client.labels) for client in clients], clients[0].features.dtype
+    counts = [-(-size // length) for size in sizes]
+    starts = [length * piece for piece in accumulate([0, *counts[:-1]])]
+    spans = zip(starts, sizes, strict=True)
+    places = np.concatenate([np.arange(start, start + size) for start, size in spans])
 
-    def tabled(flat: NDArray[Any]) -> Any:
-        return put(flat.reshape(num_pieces, length, *flat.shape[1:]))
+    def tabled(parts: Iterable[NDArray[Any]]) -> Any:
+        joined = np.concatenate(list(parts))
+        table = np.zeros((sum(counts), length, *joined.shape[1:]), joined.dtype)
+        table.reshape(-1, *joined.shape[1:])[places] = joined
+        return put(table)
 
-    return Pieces(tabled(features), tabled(labels), tabled(weights), put(owners), starts)
+    features, labels = map(tabled, zip(*clients, strict=True))
+    weights = tabled(np.full(size, weight(size), dtype) for size in sizes)
+    owners = np.repeat(np.eye(len(clients), dtype=dtype), counts, axis=1)
+    return Pieces(features, labels, weights, put(owners), starts)

@@ -15,14 +15,15 @@ import numpy as np
 
 from aqg.core.messages import AnyUpload
 from aqg.core.recipe import Recipe
-from aqg.core.round import Clients, News, compress, settle
+from aqg.core.round import Clients, compress, settle
 from aqg.core.server import Model, add_uploads, take_step
 from aqg.core.space import Array, with_rows
+from aqg.core.track import Flow
 from aqg.core.types import Float64Array, IntArray
 from aqg.sim.backends import Backend, make_backend
 from aqg.sim.late import Reply, replies_of
 from aqg.sim.problem import Problem
-from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes, make_record
+from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes
 from aqg.sim.simulation import Simulation
 
 
@@ -70,18 +71,19 @@ class FastSimulation(Simulation):
                 block = present[start : start + self._block_size]
             block_losses, vectors = self._train(block)
             factors = None if self.level_factors is None else self.level_factors[block]
-            news = News(number, movement, block_losses, self.seed, 0, factors, noise)
-            said = compress(self.space, self.recipe, self._clients, block, vectors, news)
+            terms = number, self.seed, 0, block_losses, factors, noise
+            flow = Flow(vectors, movement, self.space, *terms)
+            said = compress(self.recipe, self._clients, block, flow)
             faults += said.faults
             if len(said.senders):
-                widths[said.senders] = said.widths
+                widths[said.senders] = [upload.width for upload in said.uploads]
                 track, senders, uploads = self._clients.track, said.senders, said.uploads
                 sent[senders] = frame_sizes(self.space, track, senders, uploads)
                 if self.replies is None:
                     self._add(senders, uploads, shares)
             if self.replies is not None:
                 replies |= replies_of(block, said.senders, said.uploads, sent)
-            self._clients = settle(self.space, self.recipe, self._clients, said)
+            self._clients = settle(self.recipe, self._clients, said)
             if evaluate:  # last: a GPU need not be waited for
                 losses = with_rows(losses, block, self.space.get(block_losses))
         loss = self._mean_loss(losses) if evaluate else None
@@ -94,8 +96,7 @@ class FastSimulation(Simulation):
         before = self.model
         self.model, entry = take_step(self.space, self.recipe, before, self.step, num_clients)
         self._publish(entry, before)
-        traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, received, traffic, self._clock)
+        return self._record(number, loss, widths, faults, sent, received, present)
 
     def _add(self, senders: IntArray, uploads: Sequence[AnyUpload], shares: Float64Array) -> None:
         track, own = self._clients.track, shares[senders]

@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core.messages import AnyUpload, Message, Skip
 from aqg.core.recipe import Recipe
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
-_FIELDS = ("clock", "round", "arrival", "frames", "lengths")
 
 
 @dataclass(frozen=True)
@@ -211,15 +209,24 @@ def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
     return Closed(clients, list(replies.values()), np.ones(num_clients), nobody)
 
 
+class Pending(NamedTuple):
+    """The replies that are on their way between two rounds."""
+
+    clock: float  # seconds since the first round began
+    round: IntArray  # in which each client began; 0: is not at work
+    arrival: Float64Array  # when the reply of each comes
+    frames: tuple[bytes, ...] = ()  # of those that are at work, in their order
+
+
 class Replies:
     """The replies of a simulation that are on their way, and its clock."""
 
     def __init__(self, late: Late, problem: Problem, seed: int) -> None:
         self.late, self.seed = late, seed
-        self.clock = 0.0  # seconds since the first round began
+        self.clock = 0.0
         self._num_params, count = len(problem.initial_params), problem.num_clients
         self._times = late.speeds.of_clients(count, seed)
-        self._rounds = np.zeros(count, np.int64)  # in which each began; 0: is not at work
+        self._rounds = np.zeros(count, np.int64)
         self._arrivals = np.zeros(count)
         self._begun: dict[int, Reply] = {}  # of this round
         self._frames: dict[int, bytes] = {}  # of those from earlier rounds
@@ -264,18 +271,12 @@ class Replies:
         frame = self._frames.pop(client)
         return Reply(decode(frame, self._num_params), len(frame))
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        frames = [self._frames[client] for client in sorted(self._frames)]
-        lengths = np.array([len(frame) for frame in frames], np.int64)
-        joined = np.frombuffer(b"".join(frames), np.uint8)
-        values = np.array(self.clock), self._rounds.copy(), self._arrivals.copy(), joined, lengths
-        return dict(zip(_FIELDS, values, strict=True))
+    def pending(self) -> Pending:
+        frames = tuple(frame for _, frame in sorted(self._frames.items()))
+        return Pending(self.clock, self._rounds.copy(), self._arrivals.copy(), frames)
 
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        clock, rounds, arrivals, joined, lengths = (arrays[name] for name in _FIELDS)
-        self.clock = float(clock)
-        self._rounds, self._arrivals = np.array(rounds), np.array(arrivals)
-        ends = np.cumsum(lengths).tolist()
-        frames = [bytes(joined[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
+    def load(self, found: Pending) -> None:
+        self.clock = found.clock
+        self._rounds, self._arrivals = found.round.copy(), found.arrival.copy()
         clients = np.flatnonzero(self.at_work).tolist()
-        self._frames = dict(zip(clients, frames, strict=True))
+        self._frames = dict(zip(clients, found.frames, strict=True))

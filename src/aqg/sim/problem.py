@@ -119,10 +119,9 @@ class Problem:
                 f"floating-point ones, such as {self.initial_params.dtype}"
             )
         change = {"clients": clients, "objective": self.objective.for_samples(shape)}
-        if self.test is not None:
-            change["test"] = self._checked("the test set", self.test)
-        if self.validation is not None:
-            change["validation"] = self._checked("the validation set", self.validation)
+        for name, samples in ("test", self.test), ("validation", self.validation):
+            if samples is not None:
+                change[name] = self._checked(f"the {name} set", samples)
         if self.metrics is not None:
             change["metrics"] = make_metrics(self.metrics)
         for name, value in change.items():
@@ -230,11 +229,10 @@ def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Sa
 
 
 def _columns(source: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    if isinstance(source, tuple | list) and len(source) == 2:
-        return _array(source[0], name), _array(source[1], name)
-    tensors = getattr(source, "tensors", None)  # of a TensorDataset, without a copy per sample
-    if isinstance(tensors, tuple) and len(tensors) == 2:
-        return _array(tensors[0], name), _array(tensors[1], name)
+    # A TensorDataset has tensors, which are read without a copy per sample.
+    for pair in source, getattr(source, "tensors", None):
+        if isinstance(pair, tuple | list) and len(pair) == 2:
+            return _array(pair[0], name), _array(pair[1], name)
     features, labels = [], []
     for number, item in enumerate(_items(source, name)):
         if not isinstance(item, tuple | list) or len(item) != 2:

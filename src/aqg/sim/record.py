@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import Space
 from aqg.core.track import Track
@@ -83,12 +81,9 @@ SKIP_BYTES = encoded_size(Skip())
 class StatisticsTraffic(NamedTuple):
     """What the statistics of a round cost, and what was wrong with them."""
 
-    upload_bytes: int = 0  # length of the frames of all clients
-    download_bytes: int = 0  # length of the frames to them
+    uploads: tuple[tuple[int, int], ...] = ()  # clients that sent some, and the frame's length
+    download_bytes: int = 0  # length of the frame to each client that takes part
     faults: tuple[tuple[int, str], ...] = ()  # as ``(client, text)``
-    # of ``upload_bytes``, those of each client that sent some
-    client_uploads: tuple[tuple[int, int], ...] = ()
-    client_download_bytes: int = 0  # of ``download_bytes``, those to each client that took part
 
 
 def frame_sizes(
@@ -104,23 +99,3 @@ def frame_sizes(
         return encoded_size(uploads[index], known=contexts[index])
 
     return space.map(size, range(len(uploads)), sum(map(len, uploads)))
-
-
-def make_record(
-    number: int,  # of the round
-    loss: float | None,  # as in `RoundRecord`, and so are ``widths``
-    widths: IntArray,  # see there
-    faults: Sequence[tuple[int, str]],  # see there, but for those of statistics
-    sent: IntArray,  # the length of each client's frame, that of statistics excepted
-    received: IntArray,  # what each client received, likewise
-    statistics: StatisticsTraffic,  # what these cost
-    seconds: float | None = None,  # see there
-) -> RoundRecord:
-    for client, size in statistics.client_uploads:
-        sent[client] += size
-    received = received + np.where(widths != DROPPED, statistics.client_download_bytes, 0)
-    up, down = tuple(sent.tolist()), tuple(received.tolist())
-    every_width, all_faults = tuple(widths.tolist()), (*faults, *statistics.faults)
-    of_statistics = statistics.upload_bytes, statistics.download_bytes
-    sums = sum(up), all_faults, *of_statistics, sum(down)
-    return RoundRecord(number, loss, every_width, *sums, up, down, seconds)

@@ -17,7 +17,7 @@ from aqg.core.space import NumpySpace
 from aqg.core.types import Float64Array, IntArray
 from aqg.protocol.log import Delivery
 from aqg.sim.late import Reply
-from aqg.sim.record import RoundRecord, make_record
+from aqg.sim.record import RoundRecord
 from aqg.sim.simulation import Simulation
 from aqg.wire import decode, encode, known
 from aqg.wire.entry import decode_snapshot, follow_log
@@ -54,8 +54,7 @@ class ReferenceSimulation(Simulation):
         self.server, entry = server.publish_round(self.recipe, self.server, self.step)
         self._publish(entry, before)
         widths, sent = closed.widths_and_sizes()
-        traffic = self.statistics.finish_round(present)
-        return make_record(number, loss, widths, faults, sent, received, traffic, self._clock)
+        return self._record(number, loss, widths, faults, sent, received, present)
 
     def _client(self, m: int, news: Broadcast) -> tuple[bytes, float, str | None]:
         """Compute ``g_m^k``, choose a width; return the frame to send, ``f_m(θ^k)``, any fault."""

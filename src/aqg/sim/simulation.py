@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,9 +161,28 @@ class Simulation(ABC):
         """Return what each client's upload counts for, if these send in the round."""
         return self.recipe.round_weights(self.weights, clients, self.step.sampled)
 
-    @property
-    def _clock(self) -> float | None:
-        return None if self.replies is None else self.replies.clock
+    def _record(
+        self,
+        number: int,  # of the round
+        loss: float | None,
+        widths: IntArray,
+        faults: Sequence[tuple[int, str]],
+        sent: IntArray,  # the length of each client's frame, like what it received, without
+        received: IntArray,  # statistics
+        present: IntArray,
+    ) -> RoundRecord:
+        traffic, replies = self.statistics.finish_round(), self.replies
+        for client, size in traffic.uploads:
+            sent[client] += size
+        received[present] += traffic.download_bytes
+        up, down = tuple(sent.tolist()), tuple(received.tolist())
+        of_statistics = (
+            sum(size for _, size in traffic.uploads),
+            traffic.download_bytes * len(present),
+        )
+        sums = sum(up), (*faults, *traffic.faults), *of_statistics, sum(down)
+        clock = None if replies is None else replies.clock
+        return RoundRecord(number, loss, tuple(widths.tolist()), *sums, up, down, clock)
 
     def state(self) -> SimulationState:
         """Return everything needed to go on from here."""
@@ -177,7 +196,7 @@ class Simulation(ABC):
             clients,
             self.statistics.to_arrays(),
             None if self.log is None else self.log.state(),
-            None if self.replies is None else self.replies.to_arrays(),
+            None if self.replies is None else self.replies.pending(),
         )
 
     def restore(self, state: SimulationState) -> None:
@@ -195,7 +214,7 @@ class Simulation(ABC):
             init_clients(self.recipe, len(params), problem.dtype, count),
             self.statistics.to_arrays(),
             log=None if receives_models else LogState(np.ones(count, np.int64)),
-            late=None if late is None else Replies(late, problem, self.seed).to_arrays(),
+            late=None if late is None else Replies(late, problem, self.seed).pending(),
         )
 
     def _load(self, state: SimulationState) -> None:

@@ -12,9 +12,10 @@ from aqg.core.round import Clients
 from aqg.core.server import Model
 from aqg.errors import RunError
 from aqg.protocol.log import LogState
+from aqg.sim.late import Pending
 
 _VARYING = (
-    *("model/history", "statistics/mean", "late/frames", "late/lengths"),
+    *("model/history", "statistics/mean", "late/frames", "late/frames/lengths"),
     *("log/entries", "log/entries/lengths", "log/snapshot"),
 )
 """Arrays that are not of one length."""
@@ -30,9 +31,7 @@ class SimulationState(NamedTuple):
     statistics: Mapping[str, NDArray[Any]] | None = None
     # of the model, and who has read how much of it; None where clients receive models
     log: LogState | None = None
-    # replies on their way, as `aqg.sim.late.Replies.to_arrays` returns them; None where time is not
-    # simulated
-    late: Mapping[str, NDArray[Any]] | None = None
+    late: Pending | None = None  # replies on their way; None where time is not simulated
 
     @property
     def round(self) -> int:

@@ -54,7 +54,7 @@ class RunStatistics:
         finally:
             self._measured = before
 
-    def finish_round(self, present: IntArray) -> StatisticsTraffic:  # noqa: ARG002
+    def finish_round(self) -> StatisticsTraffic:
         return StatisticsTraffic()
 
     def buffers(self, client: int = 0) -> Buffers | None:  # noqa: ARG002
@@ -144,15 +144,14 @@ class _Averaged(RunStatistics):
     def views(self) -> Sequence[AbstractContextManager[None]]:
         return [nullcontext()]
 
-    def finish_round(self, present: IntArray) -> StatisticsTraffic:
+    def finish_round(self) -> StatisticsTraffic:
         down, frames = len(self._shared.broadcast()), sorted(self._frames.items())
         messages = [(float(self._weights[m]), self._shared.read(frame)) for m, frame in frames]
         up = tuple((client, len(frame)) for client, frame in frames)
         faults = tuple(sorted(self._faults.items()))
         self._shared = self._shared.step(messages)
         self._begin_round()
-        sent = sum(size for _, size in up)
-        return StatisticsTraffic(sent, down * len(present), faults, up, down)
+        return StatisticsTraffic(up, down, faults)
 
     def to_arrays(self) -> Mapping[str, NDArray[Any]]:
         return to_arrays({name: getattr(self._shared, name) for name in _Kept._fields})
@@ -193,7 +192,7 @@ class _Local(RunStatistics):
         if np.isfinite(buffers.values[was_finite]).all():
             self._trained[client] = np.concatenate(buffers)
 
-    def finish_round(self, present: IntArray) -> StatisticsTraffic:  # noqa: ARG002
+    def finish_round(self) -> StatisticsTraffic:
         for client, row in self._trained.items():
             self._rows[client] = row
         self._trained = {}

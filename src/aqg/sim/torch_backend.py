@@ -34,25 +34,22 @@ class TorchBackend(NumpySpace):
         self.device = torch.device(device)
         self.host = NumpySpace(in_place=True)
         self._objective = problem.objective
-        self._stack: tuple[Tensor, Tensor] | None = None
+        self._stack: list[Tensor] = []
         self._pieces: Pieces | None = None
-        self._side_by_side: tuple[Tensor, Tensor, list[int]] | None = None
-        sizes = {len(samples.labels) for samples in problem.clients}
-        are_few = len(sizes) > 1 and problem.num_clients <= _MOST_CUT
-        if are_few and isinstance(problem.objective, Softmax):
+        sizes = [len(samples.labels) for samples in problem.clients]
+        self._starts, are_alike = [0, *accumulate(sizes[:-1])], len(set(sizes)) == 1
+        is_cut = not are_alike and problem.num_clients <= _MOST_CUT
+        if is_cut and isinstance(problem.objective, Softmax):
             self._pieces = cut(problem.clients, problem.objective.sample_weight, self.put)
-            flat = (self._pieces.features.flatten(0, 1), self._pieces.labels.flatten(0, 1))
-            spans = zip(self._pieces.starts, problem.clients, strict=True)
-            views = [(start, start + len(samples.labels)) for start, samples in spans]
-            self._features = [flat[0][start:stop] for start, stop in views]
-            self._labels = [flat[1][start:stop] for start, stop in views]
-            self._side_by_side = (*flat, self._pieces.starts)
-            return
-        self._features = [self.put(samples.features) for samples in problem.clients]
-        self._labels = [self.put(samples.labels) for samples in problem.clients]
-        if len(sizes) == 1:  # one product for all; single clients are views of the stack
-            self._stack = torch.stack(self._features), torch.stack(self._labels)
-            self._features, self._labels = map(list, self._stack)
+            self._starts = self._pieces.starts
+            self._in_one_row = [part.flatten(0, 1) for part in self._pieces[:2]]
+        else:
+            columns = zip(*problem.clients, strict=True)
+            self._in_one_row = [torch.cat([self.put(part) for part in parts]) for parts in columns]
+        spans = [slice(start, start + n) for start, n in zip(self._starts, sizes, strict=True)]
+        self._features, self._labels = ([row[s] for s in spans] for row in self._in_one_row)
+        if are_alike:  # one product for all
+            self._stack = [row.unflatten(0, (len(sizes), sizes[0])) for row in self._in_one_row]
 
     def put(self, array: Any) -> Tensor:
         return torch.tensor(array, device=self.device)
@@ -63,14 +60,14 @@ class TorchBackend(NumpySpace):
     def losses(self, params: Tensor, clients: IntArray) -> Float64Array:
         if not len(clients):
             return np.empty(0)
-        if self._stack is not None:
+        if self._stack:
             losses = self._objective.losses(params, *self._members(clients))
         else:
             losses = torch.stack(self._one_by_one(self._objective.losses, params, clients))
         return self.get(losses.double())
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Tensor, Tensor]:
-        if self._stack is not None:
+        if self._stack:
             samples = self._members(clients)
             losses, gradients = self._objective.losses_and_gradients(params, *samples)
         elif self._pieces is not None and len(clients) == len(self._features):
@@ -90,8 +87,8 @@ class TorchBackend(NumpySpace):
         """Let all clients take each step together, where the objective allows it."""
         members = clients.tolist()
         if local.batch_size is not None and isinstance(self._objective, Softmax | Perceptron):
-            features, labels, starts = self._in_one_row()
-            own = [starts[m] for m in members], [len(self._labels[m]) for m in members]
+            features, labels = self._in_one_row
+            own = [self._starts[m] for m in members], [len(self._labels[m]) for m in members]
             losses, updates = local.update_many(
                 self._objective, params, features, labels, *own, keys
             )
@@ -102,19 +99,6 @@ class TorchBackend(NumpySpace):
         ]
         losses, updates = map(torch.stack, zip(*pairs, strict=True))
         return losses.double(), updates
-
-    def _in_one_row(self) -> tuple[Tensor, Tensor, list[int]]:
-        if self._side_by_side is None:
-            sizes = [len(labels) for labels in self._labels]
-            starts = [0, *accumulate(sizes[:-1])]
-            if self._stack is not None:
-                features, labels = (part.flatten(0, 1) for part in self._stack)
-            else:
-                features, labels = torch.cat(self._features), torch.cat(self._labels)
-                self._features = list(torch.split(features, sizes))
-                self._labels = list(torch.split(labels, sizes))
-            self._side_by_side = features, labels, starts
-        return self._side_by_side
 
     def zeros_like(self, array: Tensor) -> Tensor:
         return torch.zeros_like(array)
@@ -209,7 +193,7 @@ class TorchBackend(NumpySpace):
         return vector.sqrt()
 
     def _members(self, clients: IntArray) -> list[Tensor]:
-        return [self.take(part, clients) for part in self._stack or ()]
+        return [self.take(part, clients) for part in self._stack]
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:

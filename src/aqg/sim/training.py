@@ -18,7 +18,7 @@ from aqg.core.optimizers import SGD, ServerOptimizer
 from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
-from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError, require
 from aqg.objectives.base import Learner, Objective
 from aqg.objectives.closed_form import ClosedForm
@@ -108,46 +108,10 @@ class LocalTraining:
                 params = params - self.rate * gradient
             return first_loss, total / num_steps
 
-    def update_alike(
-        self,
-        objective: ClosedForm,  # the loss, with classes
-        params: FloatArray,  # ``θ``, ``(num_params,)``
-        features: FloatArray,  # the clients' samples, ``(M, n, num_features)``
-        labels: IntArray,  # their labels, ``(M, n)``
-        keys: Keys,  # integers (seed, client, round) for each
-    ) -> tuple[FloatArray, FloatArray]:
-        """Let clients of equally many samples take each step together; the same bits as `update`.
-
-        What it returns for one client has an axis of clients here, in front.
-        """
-        members, num_steps = np.arange(len(keys))[:, None], self.num_steps(labels.shape[1])
-        turns = [self._batches(labels.shape[1], key) for key in keys]
-        models, total, first_losses = params, np.zeros((len(keys), len(params)), params.dtype), None
-        with np.errstate(over="ignore", invalid="ignore"):
-            for _ in range(num_steps):
-                batches = [batch for turn in turns if (batch := next(turn)) is not None]
-                samples = features, labels
-                if batches:
-                    rows = np.stack(batches)
-                    samples = features[members, rows], labels[members, rows]
-                if first_losses is None:
-                    first_losses, gradients = objective.losses_and_gradients(params, *samples)
-                else:
-                    size = samples[1].shape[1]
-                    weights = np.full(size, objective.sample_weight(size), params.dtype)
-                    _, gradients = objective.weighted_losses_and_gradients(
-                        models, *samples, weights
-                    )
-                    if objective.l2:
-                        gradients += objective.l2 * models
-                total += gradients
-                models = models - self.rate * gradients
-        return np.asarray(first_losses), total / num_steps
-
     def update_many(
         self,
-        objective: ClosedForm,  # the loss
-        params: Array,  # ``θ``, a torch tensor ``(num_params,)``
+        objective: ClosedForm,  # the loss, with classes
+        params: Array,  # ``θ``, ``(num_params,)``
         features: Array,  # the samples of all clients, ``(N, num_features)``
         labels: Array,  # their labels, ``(N,)``
         starts: Sequence[int],  # where each client's samples begin
@@ -156,8 +120,9 @@ class LocalTraining:
     ) -> tuple[Array, Array]:
         """Let many clients take each step together; up to rounding, the same as `update` for each.
 
-        Batches are filled up to one length with samples of weight zero, and clients that have
-        taken all their steps wait for the others.
+        Of clients of one size it is the same to the bit on NumPy. Otherwise batches are filled up
+        to one length with samples of weight zero, and clients that have taken all their steps wait
+        for the others.
         """
         num_steps, longest = [self.num_steps(size) for size in sizes], max(sizes)
         shape = max(num_steps), len(sizes), min(self.batch_size or longest, longest)
@@ -168,23 +133,26 @@ class LocalTraining:
                 places[j, m, : len(chosen)] = start + chosen
                 shares[j, m, : len(chosen)] = objective.sample_weight(len(chosen))
         rows, weights = _like(labels, places), _like(params, shares)
-        waiting = [j for j in range(len(rows)) if j >= min(num_steps)]
-        models = params.repeat(len(sizes), 1)
-        total = first_losses = None
-        for j in range(len(rows)):
-            losses, gradients = objective.weighted_losses_and_gradients(
-                models, features[rows[j]], labels[rows[j]], weights[j]
-            )
-            if objective.l2:
-                losses = losses + objective.l2 / 2 * (models * models).sum(-1)
-                gradients += objective.l2 * models
-                if j in waiting:
-                    gradients *= (weights[j].sum(-1) > 0)[:, None]
-            first_losses = losses if first_losses is None else first_losses
-            total = gradients.clone() if total is None else total.add_(gradients)
-            models = models - self.rate * gradients
-        counts = _like(params, np.array(num_steps, np.float64))
-        return first_losses, total / counts[:, None]
+        models, total, first_losses = params, 0.0, None
+        with np.errstate(over="ignore", invalid="ignore"):
+            for j, lengths in enumerate((shares > 0).sum(axis=2)):
+                own = rows[j, :, : lengths.max()]
+                samples, weight = (features[own], labels[own]), weights[j, :, : lengths.max()]
+                if j == 0 and lengths.min() == lengths.max():
+                    losses, gradients = objective.losses_and_gradients(params, *samples)
+                else:
+                    losses, gradients = objective.weighted_losses_and_gradients(
+                        models, *samples, weight
+                    )
+                    if objective.l2:
+                        losses = losses + objective.l2 / 2 * (models * models).sum(-1)
+                        gradients += objective.l2 * models
+                    if not lengths.all():
+                        gradients *= (weight.sum(-1) > 0)[:, None]
+                first_losses = losses if first_losses is None else first_losses
+                total = total + gradients
+                models = models - self.rate * gradients
+        return first_losses, total / _like(params, np.array(num_steps))[:, None]
 
     def _batches(self, num_samples: int, key: Sequence[int]) -> Iterator[IntArray | None]:
         """Pass over the samples again and again, each time in another order; None: all of them."""
@@ -199,10 +167,13 @@ class LocalTraining:
                 yield order[start : start + self.batch_size]
 
 
-def _like(tensor: Array, array: NDArray[Any]) -> Array:
+def _like(other: Array, array: NDArray[Any]) -> Array:
+    """Return an array of the other's kind and type, where that is."""
+    if isinstance(other, np.ndarray):
+        return array.astype(other.dtype)
     import torch
 
-    return torch.as_tensor(array, device=tensor.device, dtype=tensor.dtype)
+    return torch.as_tensor(array, device=other.device, dtype=other.dtype)
 
 
 _DROPOUTS = 0xD209
