@@ -141,14 +141,12 @@ def report(
     Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
     as far as they came.
     """
-    from aqg.report.write import Outputs, check_outputs, write_report
+    from aqg.report.write import write_report
 
-    outputs = Outputs(out, png, csv)
-    check_outputs(outputs)
     begun = time.perf_counter()
     console = Console()
     with console.status("Reading runs ..."):
-        files, num_runs = write_report(directories, outputs)
+        files, num_runs = write_report(directories, out, png, csv)
     seconds = time.perf_counter() - begun
     for path in files:
         say(console, f"{path} ({format_bytes(path.stat().st_size)})")

@@ -93,7 +93,7 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
             if metric in curves.LOSSES and has_points:
                 panel.set_yscale("log")
             tidy(panel)
-        axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
+        axes[0].set_ylabel(names.get(metric, curves.test_title(metric)))
     if title:
         figure.suptitle(title, fontsize=11)
     handles, labels = rows[0][0].get_legend_handles_labels()

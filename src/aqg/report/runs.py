@@ -109,19 +109,15 @@ def find_runs(path: Path) -> list[Path]:
     with explained(f"{str(path)!r} cannot be read"):
         runs = _find_below(path, _MAX_DEPTH)
     if not runs:
+        advice = ""
+        for file, command in (("trials.jsonl", "compare"), ("runs.csv", "reproduce")):
+            if (path / file).is_file():  # published results, whose runs are kept elsewhere
+                advice = f"; look at its {file} with: aqg {command} --from {path}"
         raise RunError(
             f"{str(path)!r} is not a run directory and holds none: "
-            f"there is no {CONFIG} with a {ROUNDS} beside it{_other_views(path)}"
+            f"there is no {CONFIG} with a {ROUNDS} beside it{advice}"
         )
     return runs
-
-
-def _other_views(path: Path) -> str:
-    """Say how to look at results whose runs are kept elsewhere, such as published ones."""
-    for file, command in (("trials.jsonl", "compare"), ("runs.csv", "reproduce")):
-        if (path / file).is_file():
-            return f"; look at its {file} with: aqg {command} --from {path}"
-    return ""
 
 
 def _find_below(path: Path, depth: int) -> list[Path]:
@@ -134,28 +130,26 @@ def _find_below(path: Path, depth: int) -> list[Path]:
             runs.extend(_find_below(child, depth - 1))
     if not runs and (path / CONFIG).is_file() and "recipe" in read_config(path):
         return [path]  # about to start; other programs have a file of that name, too
-    order = _stored_order(path)
-    if order:
-        runs.sort(key=lambda run: _positions(read_config(run), order))
+    if order := _stored_order(path):
+
+        def positions(run: Path) -> list[int]:
+            config = read_config(run)
+            values = [(config.get(name), choices) for name, choices in order.items()]
+            return [choices.index(v) if v in choices else len(choices) for v, choices in values]
+
+        runs.sort(key=positions)
     return runs
 
 
 def _stored_order(path: Path) -> dict[str, list[Any]]:
     """Return the settings that a comparison or a sweep varies, with their values in order."""
+    varied: Any = {}
     if (path / GRID).is_file():
-        grid = read_toml(path / GRID).get("grid")
-        return (
-            {k: v for k, v in grid.items() if isinstance(v, list)} if isinstance(grid, dict) else {}
-        )
-    if (path / CONFIG).is_file():
-        recipes = read_config(path).get("recipe")
-        return {"recipe": recipes} if isinstance(recipes, list) else {}
-    return {}
-
-
-def _positions(config: Mapping[str, Any], order: Mapping[str, list[Any]]) -> list[int]:
-    values = [(config.get(name), choices) for name, choices in order.items()]
-    return [choices.index(v) if v in choices else len(choices) for v, choices in values]
+        varied = read_toml(path / GRID).get("grid")
+    elif (path / CONFIG).is_file():
+        varied = {"recipe": read_config(path).get("recipe")}
+    rows = varied.items() if isinstance(varied, dict) else ()
+    return {name: values for name, values in rows if isinstance(values, list)}
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
@@ -289,19 +283,18 @@ def _minimum(summary: Mapping[str, Any] | None) -> float | None:
 
 def _share_minima(runs: Sequence[Run]) -> list[Run]:
     """Give runs that are not finished the minimum of one that differs in the recipe only."""
+
+    def problem_of(run: Run) -> str:
+        return _text({key: value for key, value in run.config.items() if key != "recipe"})
+
     known: dict[str, float] = {}
     for run in runs:
         if run.minimum is not None:
-            known.setdefault(_problem_of(run), run.minimum)
+            known.setdefault(problem_of(run), run.minimum)
     return [
-        run if run.minimum is not None else replace(run, minimum=known.get(_problem_of(run)))
+        run if run.minimum is not None else replace(run, minimum=known.get(problem_of(run)))
         for run in runs
     ]
-
-
-def _problem_of(run: Run) -> str:
-    settings = {key: value for key, value in run.config.items() if key != "recipe"}
-    return json.dumps(settings, sort_keys=True, default=str)
 
 
 COLORS = (
@@ -355,35 +348,34 @@ def compare(runs: Iterable[Run]) -> Comparison:
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key != "seed"}
         together.setdefault(_text(settings), []).append(run)
-    members = [tuple(sorted(group, key=_seed_key)) for group in together.values()]
-    telling = telling_settings([group[0] for group in members])
-    recipes = list(dict.fromkeys(group[0].recipe for group in members))
+    firsts = [group[0] for group in together.values()]
+    telling = telling_settings(firsts)
+    recipes = list(dict.fromkeys(run.recipe for run in firsts))
     colors = assign_colors(recipes)
     dash_of: dict[object, int] = {}
     groups = []
-    for group in members:
-        values = tuple(group[0].config.get(name) for name in telling)
-        color = colors[group[0].recipe]
-        looks = (recipes.index(group[0].recipe) // len(COLORS), _text(values))
+    for first, group in zip(firsts, together.values(), strict=True):
+        own = sorted(group, key=lambda run: natural_key(f"{run.seed} {run.name}"))
+        values = tuple(first.config.get(name) for name in telling)
+        looks = (recipes.index(first.recipe) // len(COLORS), _text(values))
         dash = dash_of.setdefault(looks, len(dash_of))
-        groups.append(Group(group, _label(group[0], telling), values, color, dash))
+        label = _label(first, telling)
+        groups.append(Group(tuple(own), label, values, colors[first.recipe], dash))
     return Comparison(tuple(groups), telling)
 
 
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
     """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
-    chosen: list[str] = []
-    num_distinct = len({run.recipe for run in runs})
+    chosen = ["recipe"]
+    most = len({run.recipe for run in runs})
     for name in names:
-        if name in ("recipe", "seed"):
-            continue
-        asked = ("recipe", *chosen, name)
+        asked = (*chosen, name)
         distinct = len({_text([run.config.get(key) for key in asked]) for run in runs})
-        if distinct > num_distinct:
+        if name not in ("recipe", "seed") and distinct > most:
             chosen.append(name)
-            num_distinct = distinct
-    return tuple(chosen)
+            most = distinct
+    return tuple(chosen[1:])
 
 
 def assign_colors(recipes: Sequence[str]) -> dict[str, int]:
@@ -429,11 +421,6 @@ def _label(run: Run, telling: Sequence[str]) -> str:
         else:
             parts.append(f"{name.replace('_', ' ')} {text}")
     return " · ".join(parts)
-
-
-def _seed_key(run: Run) -> tuple[bool, float, str]:
-    is_number = isinstance(run.seed, int | float)
-    return (not is_number, float(run.seed) if is_number else 0.0, run.name)  # type: ignore[arg-type]
 
 
 def _text(value: object) -> str:
