@@ -318,16 +318,11 @@ def logistic(results: Results) -> Passage:
     rows = {row.setting: row.uploads for row in TABLE_2 if row.recipe == "laq"}
     told = {"iid": rows["logistic-iid"], BY_SOURCE: rows["logistic-noniid"]}
     for partition in ("iid", BY_SOURCE):
-        alphas = sorted({o.alpha for o in runs})
-        medians = {
-            alpha: median(
-                o.total.uploads
-                for o in runs
-                if (o.alpha, o.partition, o.recipe) == (alpha, partition, "laq")
-            )
-            for alpha in alphas
-            if any((o.alpha, o.partition, o.recipe) == (alpha, partition, "laq") for o in runs)
-        }
+        counts: dict[float, list[int]] = {}
+        for o in runs:
+            if (o.partition, o.recipe) == (partition, "laq"):
+                counts.setdefault(o.alpha, []).append(o.total.uploads)
+        medians = {alpha: median(own) for alpha, own in counts.items()}
         below = [a for a, count in medians.items() if count < told[partition]]
         above = [a for a, count in medians.items() if count >= told[partition]]
         if below and above:
@@ -382,17 +377,16 @@ def network(results: Results) -> Passage:
     """Return what became of each rule on the network that is not convex."""
     parts = []
     for recipe in ("laq", "aqg-2", "aqg", "qgd", "lean", "auto"):
+        counts = []
         for partition in ("iid", "label"):
             ours = results.select(section="network", partition=partition, recipe=recipe)
             if ours:
                 lost = sum(o.ran_away for o in ours)
-                parts.append((recipe, f"{out_of(lost, len(ours))} ({SPLITS[partition]})"))
-    names = dict.fromkeys(recipe for recipe, _ in parts)
-    text = "; ".join(
-        f"`{name}` " + " and ".join(count for recipe, count in parts if recipe == name)
-        for name in names
-    )
-    return Passage("network", f"Seeds that end above their first loss: {text}." if parts else "")
+                counts.append(f"{out_of(lost, len(ours))} ({SPLITS[partition]})")
+        if counts:
+            parts.append(f"`{recipe}` {' and '.join(counts)}")
+    text = f"Seeds that end above their first loss: {'; '.join(parts)}."
+    return Passage("network", text if parts else "")
 
 
 def differences_table(results: Results) -> Table:
@@ -421,11 +415,8 @@ def differences_table(results: Results) -> Table:
 
 def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str) -> str:
     """Return how our runs of ``row`` compare, one per seed."""
-    one, many = (
-        ("reaches it", "reach it")
-        if row.setting.startswith("network")
-        else ("converges", "converge")
-    )
+    on_network = row.setting.startswith("network")
+    one, many = ("reaches it", "reach it") if on_network else ("converges", "converge")
     counts = results.cost_of if kind == "definition" else results.cost_to_the_end
     costs = [cost for o in ours if (cost := counts(o)) is not None]
     if not costs:
@@ -445,7 +436,7 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str)
     rose = sum(o.peak_loss > o.start_loss for o in ours)
     if rose:
         text += f"; the loss rises above its start on {out_of(rose, len(ours))} seeds"
-    if row.setting.startswith("network"):
+    if on_network:
         rounds = median(cost.rounds for cost in costs) / row.rounds
         if abs(rounds - 1) > 2 * _CLOSE:
             standing = median(_residual_after(results, o, row.rounds) for o in ours)
