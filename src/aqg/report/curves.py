@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Band:
-    """A group's curve: the median over its runs, and their smallest and largest value."""
+    """A group's curve."""
 
     x: Floats
     median: Floats
@@ -50,7 +50,7 @@ class Band:
 
 
 def run_points(run: Run, axis: str, metric: str) -> Points:
-    """Return a run's curve; rounds without a value are left out, as are values beyond numbers.
+    """Return a run's curve; rounds without a value, or with one beyond numbers, are left out.
 
     A round reports the model that it starts from, so its value belongs to the cost of the rounds
     before it; the summary holds the value after the last.
@@ -166,10 +166,9 @@ Counts = NDArray[np.int64]
 
 
 class WidthHistogram(NamedTuple):
-    """Uploads by width over time.
+    """Uploads by width over time: counts are widths × bins.
 
-    Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``; counts
-    are widths × bins, and the widths ascend.
+    Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``.
     """
 
     edges: Counts
@@ -180,8 +179,7 @@ class WidthHistogram(NamedTuple):
 class Activity(NamedTuple):
     """What every client did over time; arrays are rows of clients × bins of rounds.
 
-    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``: one, unless
-    there are very many.
+    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``.
     """
 
     edges: Counts
@@ -221,9 +219,10 @@ def count_widths(widths: NDArray[np.int16], max_bins: int) -> WidthHistogram:
 def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Activity:
     """Count what every client did; ``widths`` is rounds × clients, as in a run.
 
-    >>> activity = watch_clients(np.array([[4, -1], [2, 0]], np.int16), max_bins=1, max_rows=9)
+    >>> widths = np.array([[4, -1], [2, 0], [0, 1]], np.int16)
+    >>> activity = watch_clients(widths, max_bins=2, max_rows=9)
     >>> activity.bits.tolist(), activity.away.tolist()
-    ([[6], [0]], [[0], [1]])
+    ([[4, 2], [0, 1]], [[0, 0], [1, 0]])
     """
     num_rounds, num_clients = widths.shape
     edges = bin_edges(num_rounds, max_bins)
@@ -240,11 +239,7 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
 
 
 def result_of(run: Run) -> dict[str, Any]:
-    """Return what a run has spent and reached so far; None where a number is unknown.
-
-    ``target`` is the residual asked for, and the names that begin with it what it took to stay
-    within it.
-    """
+    """Return what a run has spent and reached so far; None where a number is unknown."""
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
@@ -278,7 +273,6 @@ def _finite(value: object) -> float | None:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """Return median, smallest and largest."""
     return [float(np.median(values)), float(min(values)), float(max(values))]
 
 
@@ -311,7 +305,6 @@ def summary_csv(runs: Sequence[Run]) -> str:
 
 
 def curves_csv(runs: Sequence[Run]) -> str:
-    """Return what each round of each run had cost and reached; round 0 is the start."""
     metrics = metric_names(runs)
     columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
@@ -352,7 +345,6 @@ def _column(name: str, taken: Iterable[str]) -> str:
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
-    """Return what each client of each run sent and received; nothing where it is not on record."""
     rows: list[Iterable[Any]] = []
     for run in runs:
         unknown = [None] * run.widths.shape[1]

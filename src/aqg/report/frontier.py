@@ -159,7 +159,6 @@ def _first(run: Run, name: str, sign: int, level: float) -> tuple[float, float] 
 
 
 def of_studies(directories: Sequence[Path]) -> dict[Path, list[Panel]]:
-    """Return the panels of each directory that holds what a comparison measured."""
     found = {}
     for directory in directories:
         file = directory / RESULTS
@@ -241,12 +240,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def draw(panels: Sequence[Panel], recipes: Sequence[str]) -> bytes:
-    """Draw panels of a comparison; return a PNG.
-
-    Recipes that do not reach the goal are named in the corner, and those with an open marker reach
-    it with some seeds only. What lies left of the dotted line is a swap-in; the step line is the
-    frontier.
-    """
+    """Draw panels of a comparison as PNG: an open marker is reached by some seeds only."""
     figure, axes = grid(len(panels), _PANEL, _PANEL, 1.6)
     others = [recipe for recipe in recipes if recipe not in (FEDAVG, OURS)]
     looks = {OURS: (_OUR_COLOR, "*")}

@@ -29,11 +29,7 @@ _SKIPPED = "#f4f2ed"
 
 
 def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
-    """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
-
-    ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
-    picture for each metric that was measured, such as ``accuracy.png``.
-    """
+    """Return PNG files by name: curves of loss and metrics, and uploads of the first groups."""
     pictures = {"loss.png": _draw_curves(comparison, [_loss_of(comparison)])}
     for name in curves.metric_names(comparison.runs):
         file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"

@@ -94,15 +94,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def holds_runs(path: Path) -> bool:
-    """Tell whether there is any run in a directory."""
     return path.is_dir() and bool(_find_below(path, _MAX_DEPTH))
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return the run directories in ``path``: itself, or those below it.
-
-    The runs of a comparison or a sweep have the order of its config; others are in natural order.
-    """
+    """Return the directory itself, or the runs below it, in the order of its config or natural."""
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise RunError(f"{str(path)!r} {reason}; name a directory that `aqg run` or a sweep made")
@@ -124,10 +120,8 @@ def _find_below(path: Path, depth: int) -> list[Path]:
     if (path / ROUNDS).is_file():
         return [path]
     children = [child for child in path.iterdir() if child.is_dir() and child.name[0] != "."]
-    runs = []
-    for child in sorted(children, key=lambda child: natural_key(child.name)):
-        if depth > 0:
-            runs.extend(_find_below(child, depth - 1))
+    children.sort(key=lambda child: natural_key(child.name))
+    runs = [run for child in children if depth > 0 for run in _find_below(child, depth - 1)]
     if not runs and (path / CONFIG).is_file() and "recipe" in read_config(path):
         return [path]  # about to start; other programs have a file of that name, too
     if order := _stored_order(path):
@@ -203,15 +197,13 @@ def readable(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     shown = dict(config)
     for name in ("dataset", "model", "problem", "init"):
-        value = config.get(name)
-        if isinstance(value, str):
-            folder, slash, rest = value.rpartition("/")
-            is_file = bool(slash) and (".py:" in rest or name in ("dataset", "init"))
-            shown[name] = rest if is_file and folder.startswith("/") else value
+        if isinstance(value := config.get(name), str) and value.startswith("/"):
+            rest = value.rpartition("/")[2]
+            if ".py:" in rest or name in ("dataset", "init"):
+                shown[name] = rest
     if "problem" in shown:
         shown["dataset"] = shown["problem"]
-    files = config.get("files")
-    if isinstance(files, list):
+    if isinstance(files := config.get("files"), list):
         shown["files"] = " ".join(str(row[-1])[:8] for row in files if isinstance(row, list))
     return shown
 
@@ -224,8 +216,7 @@ def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
 
 def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
     """Stack the widths; a client that a round does not know yet counts as dropped out."""
-    num_clients = max(map(len, rows), default=0)
-    stacked = np.full((len(rows), num_clients), DROPPED, np.int16)
+    stacked = np.full((len(rows), max(map(len, rows), default=0)), DROPPED, np.int16)
     for index, row in enumerate(rows):
         stacked[index, : len(row)] = row
     return stacked
@@ -234,7 +225,6 @@ def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
 def _metrics(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 ) -> dict[str, NDArray[np.float64]]:
-    """Collect the metrics that some round or the summary holds."""
     names = dict.fromkeys(name for row in (*rows, summary or {}) for name in read_metrics(row))
     return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
 
@@ -250,8 +240,6 @@ def _client_bytes(
 
 
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
-    """Collect the numbers in the rounds that have no place of their own."""
-
     def is_extra(key: str, value: Any) -> bool:
         is_known = key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
         return isinstance(value, int | float) and not is_known
@@ -272,9 +260,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _minimum(summary: Mapping[str, Any] | None) -> float | None:
-    if summary is None:
-        return None
-    loss, residual = summary.get("final_loss"), summary.get("residual")
+    loss, residual = ((summary or {}).get(name) for name in ("final_loss", "residual"))
     if not isinstance(loss, int | float) or not isinstance(residual, int | float):
         return None
     minimum = float(loss - residual)
@@ -311,8 +297,7 @@ _LEADING = ("dataset", "partition", "model", "clients", "dropout")
 class Group:
     """Runs that differ in the seed only.
 
-    The label is the recipe and, where needed, the settings that tell the group from others. Color
-    and dash are indices; groups with the same color have different dashes.
+    The label is the recipe and the settings that tell it from others. Color and dash are indices.
     """
 
     runs: tuple[Run, ...]
@@ -387,13 +372,11 @@ def assign_colors(recipes: Sequence[str]) -> dict[str, int]:
     colors: dict[str, int] = {}
     for recipe in recipes[: len(COLORS)]:
         name = recipe.partition(":")[0]
-        wanted = _RESERVED.index(name) if name in _RESERVED else None
-        if wanted is not None and wanted not in colors.values():
-            colors[recipe] = wanted
+        if name in _RESERVED and _RESERVED.index(name) not in colors.values():
+            colors[recipe] = _RESERVED.index(name)
     for position, recipe in enumerate(recipes):
-        if recipe not in colors:
-            free = [index for index in range(len(COLORS)) if index not in colors.values()]
-            colors[recipe] = free[0] if free else position % len(COLORS)
+        free = [index for index in range(len(COLORS)) if index not in colors.values()]
+        colors.setdefault(recipe, free[0] if free else position % len(COLORS))
     return {recipe: colors[recipe] for recipe in recipes}
 
 
@@ -403,11 +386,9 @@ def setting_text(value: object) -> str:
     >>> setting_text(0.5), setting_text("iid"), setting_text([[3, 1, 9]]), setting_text(None)
     ('0.5', 'iid', '[[3, 1, 9]]', '–')
     """
-    if value is None:
-        return "–"
     if isinstance(value, float):
         return f"{value:g}"
-    return value if isinstance(value, str) else _text(value)
+    return "–" if value is None else value if isinstance(value, str) else _text(value)
 
 
 def _label(run: Run, telling: Sequence[str]) -> str:
@@ -415,11 +396,10 @@ def _label(run: Run, telling: Sequence[str]) -> str:
     for name in telling:
         text = setting_text(run.config.get(name))
         if name in ("rounds", "clients"):
-            parts.append(f"{text} {name}")
-        elif name in ("dataset", "partition", "model"):
-            parts.append(text)
-        else:
-            parts.append(f"{name.replace('_', ' ')} {text}")
+            text = f"{text} {name}"
+        elif name not in ("dataset", "partition", "model"):
+            text = f"{name.replace('_', ' ')} {text}"
+        parts.append(text)
     return " · ".join(parts)
 
 

@@ -143,7 +143,6 @@ def _group(
 
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
-    """Return what a page says of a metric: its title, and how numbers are written."""
     known, title = curves.described(name, runs), test_title(name)
     return {
         "key": f"test_{name}",
@@ -194,7 +193,6 @@ def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
 def _per_client(
     totals: NDArray[np.int64] | None, edges: NDArray[np.int64]
 ) -> NDArray[np.float64] | None:
-    """Return what a client sent or received, on average over those in a row; None if unknown."""
     if totals is None or not len(totals):
         return None
     return np.add.reduceat(totals, edges[:-1]) / np.diff(edges)
@@ -208,7 +206,6 @@ def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """Count the faults of each run by what happened."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         by_text: dict[str, list[Fault]] = {}
@@ -277,9 +274,8 @@ def facts(comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison) -> str | None:
     """Say in a sentence which recipe reached the target with the fewest bytes; None without one.
 
-    Bytes are those of both directions. Only runs with the same settings and the same target are
-    compared: where there are several such sets, the sentence gives the range over all, and there is
-    none unless one recipe wins in each.
+    Only runs with the same settings are compared. Where there are several such sets, it gives the
+    range over all, and there is none unless one recipe wins in each.
     """
     results = {id(run): curves.result_of(run) for run in comparison.runs}
     sets: dict[str, dict[str, float]] = {}
@@ -353,10 +349,9 @@ _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "
 
 
 def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
-    """Return the report as one HTML text; ``studies`` are comparisons measured already.
+    """Return the report as one HTML text.
 
-    Whatever comes from run directories reaches the page as packed data, which the scripts show as
-    text only, or escaped.
+    Whatever comes from run directories reaches it as packed data, shown as text only, or escaped.
     """
     document = make_document(comparison, studies)
     document["created"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
