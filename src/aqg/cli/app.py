@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -27,9 +26,9 @@ from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
-from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
+from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import BYTES
-from aqg.runs.directory import CONFIG, Line, output_directory, read_metrics, read_toml
+from aqg.runs.directory import Line, output_directory, read_metrics
 from aqg.runs.executor import Interrupted
 from aqg.runs.loop import Progress as RunProgress
 from aqg.runs.loop import read_configs
@@ -167,11 +166,7 @@ def theory(options: TheoryOptions) -> None:
     from aqg.contrib.advice import advise, sentences, survey
 
     directory, data_dir = options.directory, options.data_dir
-    named = named_settings(options.assignments, options.flags)
-    for file in (options.config, directory / CONFIG if directory is not None else None):
-        if file is not None:
-            guard_file(file, named, allowed=options.allow_code)
-    settings = {**(read_toml(options.config) if options.config is not None else {}), **named}
+    settings = options.settings(directory)
     console = Console(stderr=options.as_json)
     if directory is not None:
         configs = read_configs(directory, settings, data_dir)
@@ -194,7 +189,7 @@ def theory(options: TheoryOptions) -> None:
             for line in sentences(advice):
                 console.print(f"- {line}", highlight=False)
     if options.as_json:
-        sys.stdout.write(json.dumps({"theory": found}, indent=2, allow_nan=False) + "\n")
+        studies.print_json({"theory": found})
 
 
 def _follow(
@@ -247,8 +242,7 @@ def demo(
         rows = running.byte_table(_train(console, running))
         summary = running.summary()
     if as_json:
-        result = {**summary, "nodes": rows, "directory": str(directory)}
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        studies.print_json({**summary, "nodes": rows, "directory": str(directory)})
         return
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
