@@ -60,13 +60,6 @@ _SECTIONS = {
     "dropouts": "dropouts",
     "network": "784-200-10",
 }
-_SEEDS = {
-    "logistic": "logistic_seeds",
-    "softmax": "softmax_seeds",
-    "dropouts": "dropout_seeds",
-    "network": "network_seeds",
-}
-"""What the results call the number of seeds that each section is planned with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,7 +119,7 @@ def missing(results: Results) -> Passage:
         if done == planned:
             continue
         seeds = len({o.seed for o in results.select(section=section)})
-        goal = results.about[_SEEDS[section]]
+        goal = results.about[f"{section.removesuffix('s')}_seeds"]
         lines.append(
             f"**Not all that the command plans is here: {_SECTIONS[section]}, {seeds} of {goal} "
             f'seeds.** There "on every seed" means on {seeds}, and verdicts may change with the '
@@ -210,17 +203,15 @@ def expectations(results: Results) -> Passage:
 
 def _lean_with_dropouts(results: Results) -> str:
     residual = results.about["dropout_residual"]
-    counts = []
-    for partition, rate in cells_of(results):
-        ours = with_dropouts(results, partition, rate, "lean")
-        counts.append((partition, rate, len(costs_to(ours, residual)), len(ours)))
     parts = []
     for partition in ("iid", "label"):
-        here = [(rate, part, whole) for p, rate, part, whole in counts if p == partition]
-        if not here:
-            continue
-        texts = [f"{out_of(part, whole)} at p = {rate:g}" for rate, part, whole in here]
-        parts.append(f"{SPLITS[partition]} {', '.join(texts)}")
+        texts = []
+        for rate in (rate for split, rate in cells_of(results) if split == partition):
+            ours = with_dropouts(results, partition, rate, "lean")
+            arrived = out_of(len(costs_to(ours, residual)), len(ours))
+            texts.append(f"{arrived} at p = {rate:g}")
+        if texts:
+            parts.append(f"{SPLITS[partition]} {', '.join(texts)}")
     if not parts:
         return ""
     return (
@@ -344,30 +335,23 @@ def dropouts(results: Results) -> Passage:
     residual = results.about["dropout_residual"]
     lines = []
     for recipe in DROPOUT_RECIPES:
-        always, never, some = [], [], []
+        always, some = "reaches the target on every seed at", "on some or none at"
+        never = "diverges on every seed at"
+        places: dict[str, list[str]] = {always: [], some: [], never: []}
         for partition, rate in cells_of(results):
             ours = with_dropouts(results, partition, rate, recipe)
             if not ours:
                 continue
-            arrived = len(costs_to(ours, residual))
-            away = sum(o.ran_away for o in ours)
+            arrived, away = len(costs_to(ours, residual)), sum(o.ran_away for o in ours)
             place = f"{SPLITS[partition]} {rate:g}"
             if arrived == len(ours):
-                always.append(place)
+                places[always].append(place)
             elif away == len(ours):
-                never.append(place)
+                places[never].append(place)
             else:
-                text = f"{place} ({out_of(arrived, len(ours))}"
-                some.append(text + (f", {away} diverge)" if away else ")"))
-        parts = [
-            f"{text} {', '.join(places)}"
-            for text, places in (
-                ("reaches the target on every seed at", always),
-                ("on some or none at", some),
-                ("diverges on every seed at", never),
-            )
-            if places
-        ]
+                count = f"({out_of(arrived, len(ours))}" + (f", {away} diverge)" if away else ")")
+                places[some].append(f"{place} {count}")
+        parts = [f"{text} {', '.join(own)}" for text, own in places.items() if own]
         if parts:
             lines.append(f"- `{recipe}` {'; '.join(parts)}.")
     return Passage("dropouts", "\n".join(lines))
