@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.report import CHROMIUM_ARGUMENTS, RECIPES, make_runs
 
-from aqg.report.write import Outputs, write_report
+from aqg.report.write import write_report
 
 UPLOT_CHART = r"""
 class LineChart {
@@ -123,7 +123,7 @@ def main() -> None:
         folder = options.keep or Path(name)
         make_runs(Path(name) / "runs", RECIPES, 5, 1000, 10)
         pages = {"own": folder / "own.html", "uPlot": folder / "uplot.html"}
-        write_report([Path(name) / "runs"], Outputs(pages["own"]))
+        write_report([Path(name) / "runs"], pages["own"])
         pages["uPlot"].write_text(with_uplot(pages["own"].read_text(), options.uplot))
         drawn = seconds_to_draw(pages, chromium)
         sizes = {key: path.stat().st_size for key, path in pages.items()}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aqg.report.write import Outputs, write_report
+from aqg.report.write import write_report
 from aqg.runs.config import RunConfig
 from aqg.runs.cost import ClientBytes
 from aqg.runs.directory import ROUNDS, SUMMARY, Line
@@ -142,7 +142,7 @@ def main() -> None:
         make_runs(root / "runs", recipes, options.seeds, options.rounds, options.clients)
         begun, begun_cpu = time.perf_counter(), time.process_time()
         page = options.keep or root / "report.html"
-        write_report([root / "runs"], Outputs(page))
+        write_report([root / "runs"], page)
         making, making_cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
         opening, num_plots = open_report(page, chromium)
         size = page.stat().st_size

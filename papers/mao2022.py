@@ -60,13 +60,6 @@ _SECTIONS = {
     "dropouts": "dropouts",
     "network": "784-200-10",
 }
-_SEEDS = {
-    "logistic": "logistic_seeds",
-    "softmax": "softmax_seeds",
-    "dropouts": "dropout_seeds",
-    "network": "network_seeds",
-}
-"""What the results call the number of seeds that each section is planned with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,7 +119,7 @@ def missing(results: Results) -> Passage:
         if done == planned:
             continue
         seeds = len({o.seed for o in results.select(section=section)})
-        goal = results.about[_SEEDS[section]]
+        goal = results.about[f"{section.removesuffix('s')}_seeds"]
         lines.append(
             f"**Not all that the command plans is here: {_SECTIONS[section]}, {seeds} of {goal} "
             f'seeds.** There "on every seed" means on {seeds}, and verdicts may change with the '
@@ -210,17 +203,15 @@ def expectations(results: Results) -> Passage:
 
 def _lean_with_dropouts(results: Results) -> str:
     residual = results.about["dropout_residual"]
-    counts = []
-    for partition, rate in cells_of(results):
-        ours = with_dropouts(results, partition, rate, "lean")
-        counts.append((partition, rate, len(costs_to(ours, residual)), len(ours)))
     parts = []
     for partition in ("iid", "label"):
-        here = [(rate, part, whole) for p, rate, part, whole in counts if p == partition]
-        if not here:
-            continue
-        texts = [f"{out_of(part, whole)} at p = {rate:g}" for rate, part, whole in here]
-        parts.append(f"{SPLITS[partition]} {', '.join(texts)}")
+        texts = []
+        for rate in (rate for split, rate in cells_of(results) if split == partition):
+            ours = with_dropouts(results, partition, rate, "lean")
+            arrived = out_of(len(costs_to(ours, residual)), len(ours))
+            texts.append(f"{arrived} at p = {rate:g}")
+        if texts:
+            parts.append(f"{SPLITS[partition]} {', '.join(texts)}")
     if not parts:
         return ""
     return (
@@ -318,16 +309,11 @@ def logistic(results: Results) -> Passage:
     rows = {row.setting: row.uploads for row in TABLE_2 if row.recipe == "laq"}
     told = {"iid": rows["logistic-iid"], BY_SOURCE: rows["logistic-noniid"]}
     for partition in ("iid", BY_SOURCE):
-        alphas = sorted({o.alpha for o in runs})
-        medians = {
-            alpha: median(
-                o.total.uploads
-                for o in runs
-                if (o.alpha, o.partition, o.recipe) == (alpha, partition, "laq")
-            )
-            for alpha in alphas
-            if any((o.alpha, o.partition, o.recipe) == (alpha, partition, "laq") for o in runs)
-        }
+        counts: dict[float, list[int]] = {}
+        for o in runs:
+            if (o.partition, o.recipe) == (partition, "laq"):
+                counts.setdefault(o.alpha, []).append(o.total.uploads)
+        medians = {alpha: median(own) for alpha, own in counts.items()}
         below = [a for a, count in medians.items() if count < told[partition]]
         above = [a for a, count in medians.items() if count >= told[partition]]
         if below and above:
@@ -349,30 +335,23 @@ def dropouts(results: Results) -> Passage:
     residual = results.about["dropout_residual"]
     lines = []
     for recipe in DROPOUT_RECIPES:
-        always, never, some = [], [], []
+        always, some = "reaches the target on every seed at", "on some or none at"
+        never = "diverges on every seed at"
+        places: dict[str, list[str]] = {always: [], some: [], never: []}
         for partition, rate in cells_of(results):
             ours = with_dropouts(results, partition, rate, recipe)
             if not ours:
                 continue
-            arrived = len(costs_to(ours, residual))
-            away = sum(o.ran_away for o in ours)
+            arrived, away = len(costs_to(ours, residual)), sum(o.ran_away for o in ours)
             place = f"{SPLITS[partition]} {rate:g}"
             if arrived == len(ours):
-                always.append(place)
+                places[always].append(place)
             elif away == len(ours):
-                never.append(place)
+                places[never].append(place)
             else:
-                text = f"{place} ({out_of(arrived, len(ours))}"
-                some.append(text + (f", {away} diverge)" if away else ")"))
-        parts = [
-            f"{text} {', '.join(places)}"
-            for text, places in (
-                ("reaches the target on every seed at", always),
-                ("on some or none at", some),
-                ("diverges on every seed at", never),
-            )
-            if places
-        ]
+                count = f"({out_of(arrived, len(ours))}" + (f", {away} diverge)" if away else ")")
+                places[some].append(f"{place} {count}")
+        parts = [f"{text} {', '.join(own)}" for text, own in places.items() if own]
         if parts:
             lines.append(f"- `{recipe}` {'; '.join(parts)}.")
     return Passage("dropouts", "\n".join(lines))
@@ -382,17 +361,16 @@ def network(results: Results) -> Passage:
     """Return what became of each rule on the network that is not convex."""
     parts = []
     for recipe in ("laq", "aqg-2", "aqg", "qgd", "lean", "auto"):
+        counts = []
         for partition in ("iid", "label"):
             ours = results.select(section="network", partition=partition, recipe=recipe)
             if ours:
                 lost = sum(o.ran_away for o in ours)
-                parts.append((recipe, f"{out_of(lost, len(ours))} ({SPLITS[partition]})"))
-    names = dict.fromkeys(recipe for recipe, _ in parts)
-    text = "; ".join(
-        f"`{name}` " + " and ".join(count for recipe, count in parts if recipe == name)
-        for name in names
-    )
-    return Passage("network", f"Seeds that end above their first loss: {text}." if parts else "")
+                counts.append(f"{out_of(lost, len(ours))} ({SPLITS[partition]})")
+        if counts:
+            parts.append(f"`{recipe}` {' and '.join(counts)}")
+    text = f"Seeds that end above their first loss: {'; '.join(parts)}."
+    return Passage("network", text if parts else "")
 
 
 def differences_table(results: Results) -> Table:
@@ -421,11 +399,8 @@ def differences_table(results: Results) -> Table:
 
 def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str) -> str:
     """Return how our runs of ``row`` compare, one per seed."""
-    one, many = (
-        ("reaches it", "reach it")
-        if row.setting.startswith("network")
-        else ("converges", "converge")
-    )
+    on_network = row.setting.startswith("network")
+    one, many = ("reaches it", "reach it") if on_network else ("converges", "converge")
     counts = results.cost_of if kind == "definition" else results.cost_to_the_end
     costs = [cost for o in ours if (cost := counts(o)) is not None]
     if not costs:
@@ -445,7 +420,7 @@ def compare(results: Results, row: PaperRow, ours: Sequence[Outcome], kind: str)
     rose = sum(o.peak_loss > o.start_loss for o in ours)
     if rose:
         text += f"; the loss rises above its start on {out_of(rose, len(ours))} seeds"
-    if row.setting.startswith("network"):
+    if on_network:
         rounds = median(cost.rounds for cost in costs) / row.rounds
         if abs(rounds - 1) > 2 * _CLOSE:
             standing = median(_residual_after(results, o, row.rounds) for o in ours)

@@ -19,15 +19,21 @@ from aqg.studies.paper.outcomes import (
 )
 from aqg.studies.paper.plan import (
     ALWAYS_SEND,
-    BLOCKS,
     BY_SOURCE,
     DROPOUT_RECIPES,
     NETWORK_RECIPES,
     PERTURBED_RECIPES,
-    TABLE_2,
     TABLE_RECIPES,
 )
-from aqg.studies.paper.tables import LABELS, SPLITS, beside, is_comparable, out_of, percent, span
+from aqg.studies.paper.tables import (
+    HEADER_2,
+    SPLITS,
+    is_comparable,
+    out_of,
+    percent,
+    rows_of_table_2,
+    span,
+)
 
 STRICT = 1e-6
 """The paper's residual for runs without dropouts."""
@@ -100,30 +106,11 @@ def _bytes_cells(ours: Sequence[Outcome], base: Sequence[Outcome], residual: flo
 
 def performance_table(results: Results) -> Table:
     """Return the paper's Table 2: its figure / ours, with the recipes it does not have beside."""
-    paper = {(row.setting, row.recipe): row for row in TABLE_2}
     rows = []
-    for setting in BLOCKS:
-        comparable = not setting.startswith("network") or is_comparable(results)
-        for recipe in TABLE_RECIPES:
-            ours = results.of_setting(setting, recipe)
-            if not ours:
-                continue
-            row = paper.get((setting, recipe)) if comparable else None
-            costs = [cost for o in ours if (cost := results.cost_of(o)) is not None]
-            told = "" if row is None or not row.saving else f"{percent(row.saving)} / "
-            saved, at = savings(results, setting, recipe)
-            rows.append(
-                (
-                    LABELS[setting],
-                    f"`{recipe}`",
-                    beside(row.rounds if row else None, [cost.rounds for cost in costs]),
-                    beside(row.uploads if row else None, [cost.uploads for cost in costs]),
-                    beside(row.bits if row else None, [cost.bits_per_param for cost in costs]),
-                    told + span(saved, percent) + at if saved else told + "-" * bool(told),
-                    span([cost.upload_bytes for cost in costs], format_bytes),
-                    _ending(results, ours),
-                )
-            )
+    for setting, ours, told, counts, uploaded in rows_of_table_2(results):
+        saved, at = savings(results, setting, ours[0].recipe)
+        saves = told + (span(saved, percent) + at if saved else "-" * bool(told))
+        rows.append((*counts, saves, uploaded, _ending(results, ours)))
     residual = results.about["softmax_residual"]
     note = (
         f"Logistic: 500 rounds, {reading_text(results)}. Network: 784→10, until the loss stays "
@@ -133,13 +120,8 @@ def performance_table(results: Results) -> Table:
     )
     if not is_comparable(results):
         note += " The paper's network rows are at 1e-06 and not shown."
-    return Table(
-        "table2",
-        "The paper's Table 2: the paper / ours",
-        note,
-        ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "uploaded", "seeds"),
-        tuple(rows),
-    )
+    title = "The paper's Table 2: the paper / ours"
+    return Table("table2", title, note, HEADER_2, tuple(rows))
 
 
 def _ending(results: Results, outcomes: Sequence[Outcome]) -> str:

@@ -76,14 +76,13 @@ def test_json_is_one_object_on_stdout(tmp_path, here):
     assert [run["recipe"] for run in runs] == ["lean", "gd"]
     for run in runs:
         assert run["rounds"] == 25
-        assert run["upload_bytes"] > 0
-        assert run["total_bytes"] == run["upload_bytes"] + run["download_bytes"]
         assert 0 < run["test_accuracy"] <= 1
         assert run["residual"] > 0
         target = run["target"]
         assert 0 < target["reached_round"] <= 25
         assert 0 < target["upload_bytes"] < run["upload_bytes"]
-        assert target["total_bytes"] == target["upload_bytes"] + target["download_bytes"]
+        for row in (run, target):
+            assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
         assert target["upload_bytes"] < target["total_bytes"] < run["total_bytes"]
         assert target["uploads"] * 32 >= target["bits_per_param"]
     unreached = here("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json")
@@ -102,12 +101,13 @@ def test_engines_and_options_agree(here):
 
 
 def test_listings(tmp_path, here):
-    recipes = here("recipes").out
-    assert all(name in recipes for name in RECIPES)
-    assert "[xi=1] [eta=0.5]" in recipes
-    datasets = here("datasets").out
+    recipes, datasets = here("recipes").out, here("datasets").out
+    assert all(name in recipes for name in (*RECIPES, "[xi=1] [eta=0.5]"))
     assert all(name in datasets for name in ("digits", "mnist", "heterogeneous"))
     assert aqg("--version", cwd=tmp_path).stdout.startswith("aqg ")
+    done = aqg("run", "--recipe", "nope", cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("aqg: error: unknown recipe 'nope'; choose from")
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path, mo
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
     refuse(capsys, "run", *options, message=message)
-
-
-def test_bad_input_ends_the_process_with_2(tmp_path):
-    done = aqg("run", "--recipe", "nope", cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("aqg: error: unknown recipe 'nope'; choose from")
-    assert done.stdout == ""
 
 
 def test_a_corrupted_cache_file_is_named(tmp_path, here, monkeypatch):
@@ -171,33 +164,28 @@ def test_interrupt_then_resume_ends_as_if_nothing_had_happened(tmp_path, here):
             assert (tmp_path / "cut" / recipe / name).read_text() == expected
 
 
-def test_runs_that_diverge_at_once_have_a_picture(tmp_path):
-    out = tmp_path / "out"
-    arguments = ["--recipe", "gd,qsgd", "--alpha", "1e200", "--rounds", "3", "--out", str(out)]
-    assert run_app(["run", *arguments]) == 0
-    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    runs = json.loads((out / "summary.json").read_text())["runs"]
+def test_runs_that_diverge_at_once_have_a_picture(tmp_path, here):
+    here("run", *["--recipe", "gd,qsgd", "--alpha", "1e200", "--rounds", "3", "--out", "out"])
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    runs = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
     assert all(run["diverged"] for run in runs)
 
 
-def test_the_minimum_is_found_after_the_first_training(tmp_path, monkeypatch, capsys):
+def test_the_minimum_is_found_after_the_first_training(tmp_path, monkeypatch, here):
     monkeypatch.setenv("AQG_CACHE_DIR", str(tmp_path / "cache"))
-    out = tmp_path / "out"
-    arguments = ["run", "--recipe", "lean", "--rounds", "4", "--seed", "3", "--out", str(out)]
+    arguments = ("run", "--recipe", "lean", "--rounds", "4", "--seed", "3", "--out")
     trained = []
     find = run_module.find_minimum
 
     def watched(config, problem, progress):
-        trained.append(len((out / "lean/rounds.jsonl").read_text().splitlines()))
+        trained.append(len((tmp_path / "out/lean/rounds.jsonl").read_text().splitlines()))
         return find(config, problem, progress)
 
     monkeypatch.setattr(run_module, "find_minimum", watched)
-    assert run_app(arguments) == 0
+    said = re.findall(r"minimum of the loss .*: (\d+) %", here(*arguments, "out").out)
     assert trained == [4]
-    said = re.findall(r"minimum of the loss .*: (\d+) %", capsys.readouterr().out)
     assert len(said) >= 5
     assert said == sorted(said, key=int)
-    residual = json.loads((out / "summary.json").read_text())["runs"][0]["residual"]
+    residual = json.loads((tmp_path / "out/summary.json").read_text())["runs"][0]["residual"]
     assert residual > 0
-    assert run_app([*arguments[:-1], str(tmp_path / "again")]) == 0  # from the cache
-    assert "minimum of the loss" not in capsys.readouterr().out
+    assert "minimum of the loss" not in here(*arguments, "again").out  # from the cache

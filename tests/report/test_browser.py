@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from aqg.report.write import Outputs, write_report
+from aqg.report.write import write_report
 
 from tests.commands import change_rounds
 
@@ -40,7 +40,7 @@ def report(make_run, tmp_path_factory):
     change_rounds(root / "lean-0", lambda row: row.update(latency=0.1 * row["round"], late=0))
     make_run(root / "qgd", "qgd", finished=False)
     page = root / "report.html"
-    write_report([root], Outputs(page))
+    write_report([root], page)
     return page
 
 

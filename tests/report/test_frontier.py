@@ -7,7 +7,7 @@ import pytest
 from aqg.errors import RunError
 from aqg.report.frontier import of_runs, of_studies
 from aqg.report.runs import compare, read_runs
-from aqg.report.write import Outputs, write_report
+from aqg.report.write import write_report
 from aqg.runs.directory import ROUNDS
 
 
@@ -83,7 +83,7 @@ def test_a_study_has_a_panel_for_each_task(study):
 
 
 def test_a_study_without_runs_makes_a_page(study):
-    written = write_report([study], Outputs(study / "report.html"))
+    written = write_report([study], study / "report.html")
     assert written == ([study / "report.html"], 0)
     assert "in the place of federated averaging" in (study / "report.html").read_text()
 
@@ -95,4 +95,4 @@ def test_a_study_without_runs_makes_a_page(study):
 def test_a_damaged_study_is_named(content, said, tmp_path):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(RunError, match=said):
-        write_report([tmp_path], Outputs(tmp_path / "report.html"))
+        write_report([tmp_path], tmp_path / "report.html")

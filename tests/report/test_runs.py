@@ -30,46 +30,51 @@ from tests.commands import change_rounds
 
 
 def test_a_run_comes_back_as_written(make_run, tmp_path):
-    run = read_run(make_run(tmp_path / "run", rounds=30, fault="lost"), "run")
+    """A round reports the model that it starts from."""
+    run = read_run(make_run(tmp_path / "run", rounds=6, fault="lost"), "run")
     assert run.recipe == "lean"
-    assert run.widths.shape == (30, 10)
+    assert run.widths.shape == (6, 10)
     assert run.uploads.sum() == run.summary["uploads"] == (run.widths > 0).sum()
     assert run.bits.sum() == run.summary["bits_per_param"]
-    assert run.upload_bytes.sum() == run.summary["upload_bytes"]
     assert run.minimum == pytest.approx(0.25)
     assert [(fault.round, fault.client, fault.text) for fault in run.faults] == [(3, 1, "lost")]
     assert run.extras == {}
+    loss = run_points(run, "rounds", "loss")
+    np.testing.assert_array_equal(loss.x, np.arange(7))
+    np.testing.assert_array_equal(loss.y, [*run.losses, run.summary["final_loss"]])
+    for name in ("upload_bytes", "total_bytes"):
+        spent = run_points(run, name, "loss")
+        assert (spent.x[0], spent.x[-1]) == (0, run.summary[name])
+    residual = run_points(run, "uploads", "residual")
+    assert residual.y[-1] == pytest.approx(run.summary["residual"])
+    np.testing.assert_array_equal(run_points(run, "rounds", "accuracy").x, [0, 5, 6])
+    assert len(extra_points(run, "latency").x) == 0
 
 
 def test_an_unfinished_run_is_read_as_far_as_it_came(make_run, tmp_path):
-    directory = make_run(tmp_path / "run", finished=False)
+    """It learns the minimum from a neighbor with the same problem."""
+    make_run(tmp_path / "both" / "lean")
+    directory = make_run(tmp_path / "both" / "gd", recipe="gd", finished=False)
+    make_run(tmp_path / "both" / "other", recipe="gd", finished=False, l2=0.5)
+    minima = {run.name: run.minimum for run in read_runs([tmp_path / "both"])}
+    assert minima["both/gd"] == minima["both/lean"] == pytest.approx(0.25)
+    assert minima["both/other"] is None
     with (directory / ROUNDS).open("a") as file:
         file.write('{"round": 41, "lo')
     run = read_run(directory, "run")
-    assert len(run.rounds) == 40
-    assert run.summary is None
-    assert run.minimum is None
+    assert (len(run.rounds), run.summary, run.minimum) == (40, None, None)
     (directory / ROUNDS).unlink()  # it has not begun
     (run,) = read_runs([directory])
     assert len(run.rounds) == 0
     assert run.widths.shape == (0, 0)
 
 
-def test_an_unfinished_run_learns_the_minimum_from_its_neighbor(make_run, tmp_path):
-    make_run(tmp_path / "both" / "lean")
-    make_run(tmp_path / "both" / "gd", recipe="gd", finished=False)
-    make_run(tmp_path / "both" / "other", recipe="gd", finished=False, l2=0.5)
-    minima = {run.name: run.minimum for run in read_runs([tmp_path / "both"])}
-    assert minima["both/gd"] == minima["both/lean"] == pytest.approx(0.25)
-    assert minima["both/other"] is None
-
-
 def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
+    """Clients that join later were away before."""
     directory = make_run(tmp_path / "run", rounds=4)
 
     def change(row):
-        row["latency"] = 0.5 * row["round"]
-        row["node"] = {"id": 3}
+        row |= {"latency": 0.5 * row["round"], "node": {"id": 3}, "widths": [4] * row["round"]}
         if row["round"] == 2:
             row["resyncs"] = 1
             row["incidents"] = [
@@ -83,22 +88,18 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
     np.testing.assert_array_equal(run.extras["latency"], [0.5, 1, 1.5, 2])
     np.testing.assert_array_equal(run.extras["resyncs"], [np.nan, 1, np.nan, np.nan])
     assert [(f.client, f.text) for f in run.faults] == [(7, "resync: began from zero")]
-
-
-def test_clients_that_join_later_were_away_before(make_run, tmp_path):
-    directory = make_run(tmp_path / "run", rounds=3)
-
-    change_rounds(directory, lambda row: row.update(widths=[4] * row["round"]))
-    assert read_run(directory, "run").widths.tolist() == [[4, -1, -1], [4, 4, -1], [4, 4, 4]]
+    assert run.widths.tolist()[1:3] == [[4, 4, -1, -1], [4, 4, 4, -1]]
 
 
 def test_directories_of_runs(make_run, tmp_path):
+    """In natural order or in that of their config; another program's config is none."""
     for seed in (0, 9, 10):
         make_run(tmp_path / "sweep" / f"seed-{seed}", seed=seed, rounds=2)
-    (tmp_path / "batch").mkdir()
-    (tmp_path / "batch" / CONFIG).write_text('recipe = ["lean", "gd", "laq"]\n')
     for recipe in ("gd", "laq", "lean"):
         make_run(tmp_path / "batch" / recipe, recipe=recipe, rounds=2)
+    (tmp_path / "batch" / CONFIG).write_text('recipe = ["lean", "gd", "laq"]\n')
+    (tmp_path / "flower").mkdir()
+    (tmp_path / "flower" / CONFIG).write_text('[superlink]\ndefault = "local"\n')
     assert [path.name for path in find_runs(tmp_path / "sweep")] == ["seed-0", "seed-9", "seed-10"]
     assert [path.name for path in find_runs(tmp_path / "batch")] == ["lean", "gd", "laq"]
     grid = '[grid]\nrecipe = ["lean", "gd"]\nseed = [9, 0, 10]\n'
@@ -135,13 +136,6 @@ def test_damage_is_named_in_one_line(make_run, tmp_path, damage, message):
     assert str(directory) in str(caught.value)
 
 
-def test_another_programs_config_is_no_run(make_run, tmp_path):
-    make_run(tmp_path / "auto", rounds=2)
-    (tmp_path / "flower").mkdir()
-    (tmp_path / "flower" / CONFIG).write_text('[superlink]\ndefault = "local"\n')
-    assert find_runs(tmp_path) == [tmp_path / "auto"]
-
-
 @pytest.fixture(scope="module")
 def comparison(make_run, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
@@ -153,34 +147,26 @@ def comparison(make_run, tmp_path_factory):
     return compare(read_runs([root]))
 
 
-def test_runs_that_differ_in_the_seed_only_are_one_group(comparison):
-    assert len(comparison.groups) == 4
-    for group in comparison.groups:
-        assert [run.seed for run in group.runs] == [0, 1, 10]
+def test_groups_labels_and_looks(comparison):
+    """Runs that differ in the seed only are one group; a label names what differs, no more."""
+    assert [[run.seed for run in group.runs] for group in comparison.groups] == [[0, 1, 10]] * 4
     assert comparison.recipes == ("gd", "lean")
     assert len(comparison.runs) == 12
-
-
-def test_labels_name_what_differs_and_nothing_else(comparison):
     assert comparison.telling == ("dropout",)
-    labels = [group.label for group in comparison.groups]
-    assert labels == [
-        "gd · dropout 0",
-        "gd · dropout 0.5",
-        "lean · dropout 0",
-        "lean · dropout 0.5",
-    ]
-
-
-def test_a_recipe_has_one_color_and_a_setting_one_line_style(comparison):
     looks = {group.label: (group.color, group.dash) for group in comparison.groups}
+    labels = [f"{recipe} · dropout {rate}" for recipe in ("gd", "lean") for rate in (0, 0.5)]
+    assert list(looks) == labels
     assert len(set(looks.values())) == 4
     assert looks["gd · dropout 0"][0] == looks["gd · dropout 0.5"][0]
     assert looks["gd · dropout 0"][1] == looks["lean · dropout 0"][1]
+    assert title(comparison) == "gd and lean on digits"
+    assert facts(comparison)[:3] == ["12 runs", "softmax", "10 clients"]
+    assert "40 rounds" in facts(comparison)
 
 
 def test_settings_that_change_together_count_once(make_run, tmp_path):
-    make_run(tmp_path / "a", dataset="digits", rounds=2)
+    make_run(tmp_path / "a", dataset="digits")
+    assert headline(compare(read_runs([tmp_path]))) is None  # nobody to compare it with
     make_run(tmp_path / "b", dataset="mnist", rounds=2)
     comparison = compare(read_runs([tmp_path]))
     assert comparison.telling == ("dataset",)
@@ -196,12 +182,6 @@ def test_colors_differ_until_all_are_taken():
     assert assign_colors(["own", "gd", "lean"])["gd"] == assign_colors(["gd"])["gd"]
 
 
-def test_words(comparison):
-    assert title(comparison) == "gd and lean on digits"
-    assert facts(comparison)[:3] == ["12 runs", "softmax", "10 clients"]
-    assert "40 rounds" in facts(comparison)
-
-
 def test_a_deployment_need_not_say_what_it_trains(make_run, tmp_path):
     config = make_run(tmp_path / "run", rounds=2) / CONFIG
     config.write_text('recipe = "lean"\ndataset = "custom"\nmodel = "custom"\nclients = 10\n')
@@ -214,22 +194,11 @@ def test_the_headline_compares_equal_settings(comparison):
     costs = {}
     for group in comparison.groups:
         costs[group.label] = sorted(result_of(run)["target_total_bytes"] for run in group.runs)[1]
-    savings = [
-        costs[f"gd · dropout {dropout}"] / costs[f"lean · dropout {dropout}"]
-        for dropout in ("0", "0.5")
-    ]
+    saving = min(costs[f"gd · dropout {p}"] / costs[f"lean · dropout {p}"] for p in ("0", "0.5"))
     sentence = headline(comparison)
     assert sentence.startswith("lean came within 0.5 of the minimum after ")
-    assert f"{min(savings):.3g}" in sentence
-    assert " up and down, " in sentence
+    assert f" up and down, {saving:.3g} " in sentence
     assert sentence.endswith("than gd.")
-
-
-def test_no_headline_without_a_target_or_a_rival(make_run, tmp_path):
-    make_run(tmp_path / "lean", rounds=2)
-    assert headline(compare(read_runs([tmp_path]))) is None
-    make_run(tmp_path / "gd", "gd", rounds=2, finished=False)
-    assert headline(compare(read_runs([tmp_path]))) is None
 
 
 def points(x, y, ended=True):
@@ -256,8 +225,11 @@ def points(x, y, ended=True):
             [points([0, 1], [9, 1], ended=False), points([0, 2], [5, 5], ended=False)],
             *([0, 1, 2], [7, 3, 5], [5, 1, 5], [9, 5, 5]),
         ),
-        # Rounds that cost nothing leave their last value.
-        ([points([0, 1, 1, 1, 2], [9, 8, 7, 6, 5])], [0, 1, 2], *[[9, 6, 5]] * 3),
+        # Rounds that cost nothing leave their last value; a run without points is as none.
+        (
+            [points([], []), points([0, 1, 1, 1, 2], [9, 8, 7, 6, 5])],
+            *([0, 1, 2], *[[9, 6, 5]] * 3),
+        ),
     ],
 )
 def test_the_curve_of_a_group(curves, x, median, low, high):
@@ -266,11 +238,6 @@ def test_the_curve_of_a_group(curves, x, median, low, high):
         (band.x, band.median, band.low, band.high), (x, median, low, high), strict=True
     ):
         np.testing.assert_array_equal(found, expected)
-
-
-def test_nothing_to_combine():
-    assert combine([]) is None
-    assert combine([points([], [])]) is None
 
 
 heights = hnp.arrays(np.float64, st.integers(1, 400), elements=st.floats(-1e6, 1e6))
@@ -292,32 +259,11 @@ def test_thinning_keeps_ends_and_extremes_in_bounds(y, limit, scale):
 def test_a_thinned_band_covers_the_whole_band(y, limit):
     x = np.arange(len(y), dtype=float)
     band = thin(Band(x, y, y - 1, y + 1), limit)
+    assert (len(band.x) == len(y)) >= (len(y) <= limit)  # a short curve stays as it is
     assert band.low.min() == y.min() - 1
     assert band.high.max() == y.max() + 1
     assert (band.low <= band.median).all()
     assert (band.median <= band.high).all()
-
-
-def test_thinning_leaves_short_curves_alone():
-    band = Band(np.arange(5.0), np.arange(5.0), np.arange(5.0), np.arange(5.0))
-    assert thin(band, 5) is band
-
-
-def test_a_round_reports_the_model_it_starts_from(make_run, tmp_path):
-    run = read_run(make_run(tmp_path / "run", rounds=6), "run")
-    loss = run_points(run, "rounds", "loss")
-    np.testing.assert_array_equal(loss.x, np.arange(7))
-    np.testing.assert_array_equal(loss.y[:-1], run.losses)
-    assert loss.y[-1] == run.summary["final_loss"]
-    for name in ("upload_bytes", "total_bytes"):
-        spent = run_points(run, name, "loss")
-        assert spent.x[0] == 0
-        assert spent.x[-1] == run.summary[name]
-    residual = run_points(run, "uploads", "residual")
-    assert residual.y[-1] == pytest.approx(run.summary["residual"])
-    accuracy = run_points(run, "rounds", "accuracy")
-    np.testing.assert_array_equal(accuracy.x, [0, 5, 6])
-    assert len(extra_points(run, "latency").x) == 0
 
 
 widths_of_runs = hnp.arrays(
@@ -354,14 +300,3 @@ def test_every_client_is_counted_in_its_row(widths, max_bins, max_rows):
         assert activity.uploads[row].sum() == (part > 0).sum()
         assert activity.bits[row].sum() == part[part > 0].sum()
         assert activity.away[row].sum() == (part == -1).sum()
-
-
-def test_bins_hold_their_own_rounds():
-    widths = np.array([[4, -1], [0, 0], [2, 2], [2, -1]], np.int16)
-    activity = watch_clients(widths, max_bins=2, max_rows=10)
-    assert activity.uploads.tolist() == [[1, 2], [0, 1]]
-    assert activity.bits.tolist() == [[4, 4], [0, 2]]
-    assert activity.away.tolist() == [[0, 0], [1, 1]]
-    histogram = count_widths(widths, max_bins=4)
-    assert histogram.widths == (2, 4)
-    assert histogram.counts.tolist() == [[0, 0, 2, 1], [1, 0, 0, 0]]

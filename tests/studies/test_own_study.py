@@ -97,20 +97,3 @@ def test_a_bad_function_is_refused_in_one_line(tmp_path, body, message):
     with pytest.raises(ConfigError, match=message) as caught:
         call_study(Code.parse(f"{tmp_path}/study.py:study"), None)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({"run": 3}, "run is not an array of tables"),
-        ({"run": [{"recipe": "gd"}], "grid": {"seed": [1]}}, r"both \[grid\] and \[\[run\]\]"),
-        ({"run": [{"recipe": "gd", "sead": 1}]}, "unknown setting 'sead'"),
-        ({"run": [{"recipe": "gd"}, {"recipe": "gd"}]}, "are the same run"),
-        ({"run": [{"recipe": "gd", "name": "a"}, {"recipe": "lean"}]}, "every run needs one"),
-        ({"run": [{"recipe": "gd", "name": "../a"}]}, "name of a run is '../a'"),
-        ({"run": [{"recipe": r, "name": "a"} for r in ("gd", "laq")]}, "two runs have the name"),
-    ],
-)
-def test_a_bad_list_is_refused_in_one_line(document, message):
-    with pytest.raises(ConfigError, match=message):
-        expand(document)

@@ -80,12 +80,10 @@ def test_the_product_is_run_in_order_under_readable_names():
     expected = resolve({"recipe": "gd", "partition": "dirichlet:0.5"})
     assert (sweep.runs[3].config,) == expected
     assert sweep.settings_of(sweep.runs[3]) == {"recipe": "gd", "partition": "dirichlet:0.5"}
-
-
-def test_defaults_are_those_of_each_run():
+    # Defaults are those of each run.
     sweep = expand({"grid": {"dataset": ["digits", "heterogeneous"], "recipe": ["lean"]}})
-    assert [run.config.partition for run in sweep.runs] == ["label", "source"]
-    assert [run.config.clients for run in sweep.runs] == [10, 18]
+    found = [(run.config.partition, run.config.clients) for run in sweep.runs]
+    assert found == [("label", 10), ("source", 18)]
 
 
 def test_names_stay_unique_and_short(tmp_path):
@@ -120,9 +118,16 @@ def test_names_stay_unique_and_short(tmp_path):
         ({"recipe": "gd", "grid": {"rounds": [5, -5]}}, "rounds is -5; it must be at least 1"),
         ({"recipe": "gd", "grid": {"seed": [True]}}, "seed is True; it must be a whole number"),
         ({"grid": {"recipe": ["gd", "nope"]}}, "unknown recipe 'nope'"),
+        ({"run": 3}, "run is not an array of tables"),
+        ({"run": [{"recipe": "gd"}], "grid": {"seed": [1]}}, r"both \[grid\] and \[\[run\]\]"),
+        ({"run": [{"recipe": "gd", "sead": 1}]}, "unknown setting 'sead'"),
+        ({"run": [{"recipe": "gd"}, {"recipe": "gd"}]}, "are the same run"),
+        ({"run": [{"recipe": "gd", "name": "a"}, {"recipe": "lean"}]}, "every run needs one"),
+        ({"run": [{"recipe": "gd", "name": "../a"}]}, "name of a run is '../a'"),
+        ({"run": [{"recipe": r, "name": "a"} for r in ("gd", "laq")]}, "two runs have the name"),
     ],
 )
-def test_a_bad_grid_is_refused_in_one_line(document, message):
+def test_a_bad_grid_or_list_is_refused_in_one_line(document, message):
     with pytest.raises(ConfigError, match=message) as caught:
         expand(document)
     assert "\n" not in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -27,9 +26,9 @@ from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.data import DATASETS
 from aqg.errors import AqgError, ConfigError
-from aqg.runs.config import RunConfig, guard_file, named_settings, resolve
+from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import BYTES
-from aqg.runs.directory import CONFIG, Line, output_directory, read_metrics, read_toml
+from aqg.runs.directory import Line, output_directory, read_metrics
 from aqg.runs.executor import Interrupted
 from aqg.runs.loop import Progress as RunProgress
 from aqg.runs.loop import read_configs
@@ -141,14 +140,12 @@ def report(
     Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
     as far as they came.
     """
-    from aqg.report.write import Outputs, check_outputs, write_report
+    from aqg.report.write import write_report
 
-    outputs = Outputs(out, png, csv)
-    check_outputs(outputs)
     begun = time.perf_counter()
     console = Console()
     with console.status("Reading runs ..."):
-        files, num_runs = write_report(directories, outputs)
+        files, num_runs = write_report(directories, out, png, csv)
     seconds = time.perf_counter() - begun
     for path in files:
         say(console, f"{path} ({format_bytes(path.stat().st_size)})")
@@ -169,11 +166,7 @@ def theory(options: TheoryOptions) -> None:
     from aqg.contrib.advice import advise, sentences, survey
 
     directory, data_dir = options.directory, options.data_dir
-    named = named_settings(options.assignments, options.flags)
-    for file in (options.config, directory / CONFIG if directory is not None else None):
-        if file is not None:
-            guard_file(file, named, allowed=options.allow_code)
-    settings = {**(read_toml(options.config) if options.config is not None else {}), **named}
+    settings = options.settings(directory)
     console = Console(stderr=options.as_json)
     if directory is not None:
         configs = read_configs(directory, settings, data_dir)
@@ -196,7 +189,7 @@ def theory(options: TheoryOptions) -> None:
             for line in sentences(advice):
                 console.print(f"- {line}", highlight=False)
     if options.as_json:
-        sys.stdout.write(json.dumps({"theory": found}, indent=2, allow_nan=False) + "\n")
+        studies.print_json({"theory": found})
 
 
 def _follow(
@@ -249,8 +242,7 @@ def demo(
         rows = running.byte_table(_train(console, running))
         summary = running.summary()
     if as_json:
-        result = {**summary, "nodes": rows, "directory": str(directory)}
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        studies.print_json({**summary, "nodes": rows, "directory": str(directory)})
         return
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]

@@ -37,27 +37,22 @@ def widen(console: Console, width: int) -> None:
         console.width = max(console.width, width)
 
 
-def both_directions(sent: int, received: int) -> str:
+def both_directions(cost: Row) -> str:
     """Write what was sent and received, in a few letters.
 
-    >>> both_directions(812, 48_200)
+    >>> both_directions({"upload_bytes": 812, "download_bytes": 48_200})
     '812 B up, 48.2 kB down'
     """
-    return f"{format_bytes(sent)} up, {format_bytes(received)} down"
+    sizes = (format_bytes(cost[name]) for name in BYTES[:2])
+    return "{} up, {} down".format(*sizes)
 
 
 def _bar(console: Console, *columns: rich.progress.ProgressColumn, width: int = 30) -> Progress:
     """Return bars with a name, how many of how many, and further columns."""
-    name = TextColumn(
-        "{task.description}", style="bold", table_column=Column(no_wrap=True, max_width=60)
-    )
-    return Progress(
-        name,
-        rich.progress.BarColumn(width),
-        rich.progress.MofNCompleteColumn(),
-        *columns,
-        console=console,
-    )
+    no_wrap = Column(no_wrap=True, max_width=60)
+    name = TextColumn("{task.description}", style="bold", table_column=no_wrap)
+    bar, count = rich.progress.BarColumn(width), rich.progress.MofNCompleteColumn()
+    return Progress(name, bar, count, *columns, console=console)
 
 
 _SIZE = TextColumn("{task.fields[size]}", style="cyan")
@@ -68,7 +63,7 @@ def _state(progress: loop.Progress) -> dict[str, Any]:
     return {
         "completed": progress.cost.rounds,
         "loss": "-" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
-        "size": both_directions(progress.cost.upload_bytes, progress.cost.download_bytes),
+        "size": both_directions(progress.cost.to_json()),
     }
 
 
@@ -81,15 +76,12 @@ def progress_bars(
     with _bar(console, _LOSS, uploads, _SIZE, left) as bars:
         width = max(len(name) for name in names)
         empty: dict[str, Any] = {"loss": "-", "uploads": 0, "size": "", "start": False}
-        tasks = {
-            name: bars.add_task(name.ljust(width), total=num_rounds, **empty) for name in names
-        }
+        tasks = {n: bars.add_task(n.ljust(width), total=num_rounds, **empty) for n in names}
 
         def watcher(name: str) -> Callable[[loop.Progress], None]:
-            bars.start_task(tasks[name])
-            return lambda progress: bars.update(
-                tasks[name], uploads=progress.cost.uploads, **_state(progress)
-            )
+            task = tasks[name]
+            bars.start_task(task)
+            return lambda now: bars.update(task, uploads=now.cost.uploads, **_state(now))
 
         yield watcher
 
@@ -154,10 +146,7 @@ def _size(mean: float) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str | None:
-    """Say what the first recipe saves in each direction, and at which accuracy.
-
-    None where there is nothing to compare: no uncompressed run, or no bytes.
-    """
+    """Say what the first recipe saves in each direction, and at which accuracy."""
     plain = next((row for row in rows if row["recipe"] in UNCOMPRESSED), None)
     ours = rows[0]
     if plain is None or plain is ours or ours["diverged"] or plain["diverged"]:
@@ -168,17 +157,15 @@ def headline(rows: Sequence[Row]) -> str | None:
     found, known = read_metrics(ours), read_metrics(plain)
     name = plain["recipe"]
     quality = [
-        f"{metric_title(metric)} {metric.format(found[metric.name])} "
-        f"({name}: {metric.format(known[metric.name])})"
-        for metric in measured([ours])
-        if metric.name in known
-    ]
-    loss = f"loss {ours['final_loss']:.4f} ({name}: {plain['final_loss']:.4f})"
+        f"{metric_title(m)} {m.format(found[m.name])} ({name}: {m.format(known[m.name])})"
+        for m in measured([ours])
+        if m.name in known
+    ] or [f"loss {ours['final_loss']:.4f} ({name}: {plain['final_loss']:.4f})"]
     rounds = f"{ours['rounds']:,} rounds"
     if ours["rounds"] != plain["rounds"]:
         rounds += f" ({name}: {plain['rounds']:,})"
     return (
-        f"{ours['recipe']} after {rounds}: {', '.join(quality) or loss}; "
+        f"{ours['recipe']} after {rounds}: {', '.join(quality)}; "
         f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."
     )
 
@@ -214,29 +201,22 @@ def target_table(results: Sequence[Row]) -> Table:
 
 
 def sweep_table(varying: Sequence[str], rows: Sequence[Row]) -> Table:
-    """Return one row per combination of the settings that vary, except for the seed.
-
-    A cell holds the mean over the seeds and, below, the smallest and the largest value.
-    """
+    """Return one row per combination of the settings that vary, but the seed: means and ranges."""
     names = [name for name in varying if name != "seed"]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(repr([row["settings"][name] for name in names]), []).append(row)
     columns = columns_of(rows, "bits/param", "time")
-    header = (*names, "runs", *(column.title for column in columns))
+    header = [*names, "runs", *(column.title for column in columns)]
     with_target = any("target" in row for row in rows)
     if with_target:
-        header = (*header, "total to target")
-    found = tuple(
-        (
-            *(str(group[0]["settings"][name]) for name in names),
-            *_means(group, columns),
-            *([_target_cost(group)] if with_target else []),
-        )
-        for group in groups.values()
-    )
+        header.append("total to target")
+    shown = []
+    for group in groups.values():
+        cells = [*(str(group[0]["settings"][name]) for name in names), *_means(group, columns)]
+        shown.append((*cells, _target_cost(group)) if with_target else tuple(cells))
     note = "Means over seeds, and smallest..largest."
-    return Table("sweep", "Sweep", note, header, found, num_labels=len(names))
+    return Table("sweep", "Sweep", note, tuple(header), tuple(shown), num_labels=len(names))
 
 
 def _means(group: Sequence[Row], columns: Sequence[Shown]) -> list[str]:
@@ -293,25 +273,18 @@ def _saving(size: int, baseline: int) -> str:
 class Overview:
     """Shows what happens to the jobs of a plan, and how many are left, at most.
 
-    On a terminal: one bar for all, and a line per run under way. Elsewhere: a line per run that has
-    ended.
+    On a terminal a bar, and a line per run under way; elsewhere a line per run that has ended.
     """
 
     def __init__(self, console: Console, plan: StudyPlan[Any], name: str) -> None:
-        self._console = console
-        self._plan = plan
+        self._console, self._plan = console, plan
         self._num_ended = 0
         self._started = time.monotonic()
         self._compiles = False
         self._bytes: dict[int, int] = {}
         self._lines: dict[int, TaskID] = {}
-        self._bar = _bar(
-            console,
-            TextColumn("runs"),
-            _SIZE,
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TimeRemainingColumn(),
-        )
+        times = rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn()
+        self._bar = _bar(console, TextColumn("runs"), _SIZE, *times)
         total = plan.num_before + plan.most_left()
         self._study = self._bar.add_task(name, total=total, completed=plan.num_before, size="")
         self._count_bytes({})
@@ -329,9 +302,8 @@ class Overview:
     def show(self, job: Job | None, event: Event) -> None:
         match event:
             case Started(index) if job is not None:
-                self._lines[index] = self._run_lines.add_task(
-                    job.name, total=job.config.rounds, loss="-", size="-"
-                )
+                add = self._run_lines.add_task
+                self._lines[index] = add(job.name, total=job.config.rounds, loss="-", size="-")
             case Reported(_, Compiling()):
                 if not self._compiles:
                     self._compiles = True
@@ -362,16 +334,14 @@ class Overview:
         if failed or not self._console.is_terminal:
             elapsed = time.monotonic() - self._started
             left = elapsed / self._num_ended * num_left
-            times = (str(timedelta(seconds=round(seconds))) for seconds in (elapsed, left))
-            head = ", ".join((f"{done}/{done + num_left}", *times))
-            say(self._console, f"[{head} left] {text}")
+            so_far, to_go = (timedelta(seconds=round(seconds)) for seconds in (elapsed, left))
+            say(self._console, f"[{done}/{done + num_left}, {so_far}, {to_go} left] {text}")
 
 
 def _in_one_line(summary: Row) -> str:
     if (outcome := summary.get("outcome")) is not None:
         value = "" if outcome["value"] is None else f" at {outcome['value']:.4g}"
-        sizes = both_directions(outcome["upload_bytes"], outcome["download_bytes"])
-        return f"{outcome['ending']}{value}, {outcome['rounds']} rounds, {sizes}"
+        how = f"{outcome['ending']}{value}, {outcome['rounds']} rounds"
+        return f"{how}, {both_directions(outcome)}"
     loss = "diverged" if summary["diverged"] else f"loss {summary['final_loss']:.6f}"
-    sizes = both_directions(summary["upload_bytes"], summary["download_bytes"])
-    return f"{loss}, {summary['uploads']:,} uploads, {sizes}"
+    return f"{loss}, {summary['uploads']:,} uploads, {both_directions(summary)}"

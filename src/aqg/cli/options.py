@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from aqg.errors import ConfigError
+from aqg.runs.config import guard_file, named_settings
+from aqg.runs.directory import CONFIG, read_toml
 from aqg.settings import RunSettings, Setting, setting, table, types
 
 ARGUMENT, _OWN = "argument", "A task of your own"
@@ -19,53 +21,70 @@ ARGUMENT, _OWN = "argument", "A task of your own"
 @dataclass(frozen=True, kw_only=True)
 class Given:
     flags: Mapping[str, Any] = field(default_factory=dict)  # settings that have an option
+    data_dir: Path | None = setting(None, "Where datasets are kept.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(Given):
+    jobs: int | None = setting(None, "Runs at a time; one per core by default.")
+    cluster: str | None = setting(None, "Run on the Ray cluster there.", metavar="ADDRESS")
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Given):
-    data_dir: Path | None = setting(None, "Where datasets are kept.")
     as_json: bool = setting(False, "Print one JSON object.", key="--json")
     allow_code: bool = setting(False,
         "Run Python files that only a file or --resume names.", key="--allow-code")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Options):
+class ConfigOptions(Options):
     config: Path | None = setting(None, "A TOML file with settings.")
     assignments: list[str] | None = setting(None,
         "Any setting; repeatable.", metavar="KEY=VALUE", key="--set")
+
+    def settings(self, directory: Path | None) -> dict[str, Any]:
+        """Return the file's settings and those named; no file here or there runs code unasked."""
+        named = named_settings(self.assignments, self.flags)
+        if directory is not None:
+            guard_file(directory / CONFIG, named, allowed=self.allow_code)
+        if self.config is None:
+            return named
+        guard_file(self.config, named, overrides=named, allowed=self.allow_code)
+        return read_toml(self.config) | named
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ConfigOptions):
     out: Path | None = setting(None, "Directory for the results (new or empty).")
     resume: Path | None = setting(None, "Go on with the run in this directory.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TheoryOptions(Options):
+class TheoryOptions(ConfigOptions):
     directory: Path | None = setting(None,
         "A directory of `aqg run`: its rounds are repeated and the Lyapunov function is followed.",
         ARGUMENT, metavar="[RUNDIR]")
-    config: Path | None = setting(None, "A TOML file with settings.")
-    assignments: list[str] | None = setting(None,
-        "Any setting; repeatable.", metavar="KEY=VALUE", key="--set")
     rounds: int | None = setting(None, "Follow a run for this many rounds at most.")
 
 
-_JOBS = "Runs at a time; one per core by default."
-_CLUSTER = "Run on the Ray cluster there."
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(Options):
+class SweepOptions(Options, StudyOptions):
     grid: Path | None = setting(None,
         "Settings and a table [grid], or tables [[run]]; or a function that yields the settings of "
         "runs.", ARGUMENT, metavar="GRID.toml|FILE.py:FUNCTION")
     out: Path | None = setting(None, "Directory for the results (new or empty).")
     resume: Path | None = setting(None, "Go on with the sweep in this directory.")
-    jobs: int | None = setting(None, _JOBS)
-    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOptions(Given):
+class ReproduceOptions(StudyOptions):
     quick: bool = setting(False,
         "Shortened for a laptop: minutes on two cores.", key="--quick")
     out: Path | None = setting(None,
@@ -73,19 +92,16 @@ class ReproduceOptions(Given):
         "runs/reproduce-quick by default.")
     device: str | None = setting(None,
         "For MNIST; the GPU by default if there is one.", metavar="cpu|cuda")
-    jobs: int | None = setting(None, _JOBS)
     only: str | None = setting(None, "Only these parts, separated by commas.",
         metavar="table2|logistic|rounding|softmax|dropouts|network")
     saved: Path | None = setting(None,
         "Run nothing: show the results in this directory.", key="--from")
     missing: Path | None = setting(None,
         "Only runs that the results in this directory lack.", key="--missing-from")
-    data_dir: Path | None = setting(None, "Where datasets are kept.")
-    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Options):
+class CompareOptions(Options, StudyOptions):
     recipes: str | None = setting(None,
         "Names separated by commas, or all; by default the best-known ones. With options, as in "
         "stc:keep=0.001, a recipe is run as told. Federated averaging is run in any case.",
@@ -110,7 +126,6 @@ class CompareOptions(Options):
     again: str | None = setting(None,
         "With --resume: forget what these recipes did on the tasks named, or on all, and run them "
         "anew.", metavar="NAME[,NAME]")
-    jobs: int | None = setting(None, _JOBS)
     device: str = setting("cpu", "Where to compute the larger tasks.", metavar="cpu|cuda")
     downlink: str | None = setting(None,
         "How clients receive the model; what suits each recipe by default.",
@@ -122,7 +137,6 @@ class CompareOptions(Options):
         "Run nothing: show what is finished in this directory.", key="--from")
     tuned: Path | None = setting(None,
         "Settings that a search found; by default those of the package.")
-    cluster: str | None = setting(None, _CLUSTER, metavar="ADDRESS")
 
     def refuse(self, reason: str, *names: str) -> None:
         """Refuse options that were given and have no place beside another."""

@@ -22,15 +22,8 @@ from aqg.report.pictures import draw_comparison
 from aqg.report.runs import compare as group_runs
 from aqg.report.runs import read_runs
 from aqg.runs import loop
-from aqg.runs.config import RunConfig, guard_file, named_settings, names_step, resolve, to_toml
-from aqg.runs.directory import (
-    CONFIG,
-    ROUNDS,
-    SUMMARY,
-    create_directory,
-    output_directory,
-    read_toml,
-)
+from aqg.runs.config import RunConfig, names_step, resolve, to_toml
+from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, create_directory, output_directory
 from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import Compiling
@@ -47,14 +40,17 @@ CLIENTS = "clients.txt"
 @dataclass(frozen=True)
 class _Plan:
     directory: Path
-    runs: tuple[tuple[RunConfig, Path], ...]
+    configs: tuple[RunConfig, ...]
     is_batch: bool
+
+    def place(self, config: RunConfig) -> Path:
+        return self.directory / loop.slug(config.recipe) if self.is_batch else self.directory
 
 
 def _make_finder(
     config: RunConfig, problem: Problem, console: Console, stop: threading.Event
 ) -> Callable[[], float | None]:
-    """Return what finds the minimum of the loss when it is first asked for, and says how far it is.
+    """Return what finds the minimum when it is first asked for, and says how far it is.
 
     That is when the first run has been trained, unless the minimum decides when runs end.
     """
@@ -85,7 +81,7 @@ def run_command(options: RunOptions) -> None:
 
 def _carry_out(plan: _Plan, options: RunOptions) -> None:
     console = Console(stderr=options.as_json)
-    config = plan.runs[0][0]
+    config = plan.configs[0]
     check_device(config.device)
     with console.status(f"Loading {config.data_name} ..."):
         problem, table = load_problem(config, options.data_dir)
@@ -98,18 +94,17 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     _create(plan, resume=options.resume is not None)
     write_atomically(plan.directory / CLIENTS, table.encode())
 
-    names = [run_config.recipe for run_config, _ in plan.runs]
+    names = [one.recipe for one in plan.configs]
     # A single run's directory is locked by the run itself.
     lock = locked(plan.directory) if plan.is_batch else nullcontext()
     rows = []
     with lock, display.progress_bars(console, names, config.rounds) as watcher, stop_requests(stop):
         try:
-            for one, place in plan.runs:
+            for one in plan.configs:
                 if stop.is_set():
                     raise Interrupted
-                rows.append(
-                    _train(one, problem, minimum, place, Contact(watcher(one.recipe), stop.is_set))
-                )
+                contact = Contact(watcher(one.recipe), stop.is_set)
+                rows.append(_train(one, problem, minimum, plan.place(one), contact))
         except Interrupted:
             raise Interrupted(
                 f"stopped; everything is saved. Go on with: aqg run --resume {plan.directory}"
@@ -130,8 +125,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
     if any(row["recipe"] in display.BASELINES for row in rows):
         note += " vs: how many times fewer, in total."
     console.print(f"{note}\n", style="dim")
-    sentence = display.headline(rows)
-    if sentence is not None:
+    if sentence := display.headline(rows):
         say(console, f"{sentence}\n")
     for seen, row in zip(shown.runs, rows, strict=True):
         if row["worse_than_start"]:
@@ -146,7 +140,7 @@ def _carry_out(plan: _Plan, options: RunOptions) -> None:
         console.print(display.target_table(rows).to_terminal())
     say(console, f"Picture: {plan.directory / FIGURE}")
     say(console, f"Clients: {plan.directory / CLIENTS} (who holds what)")
-    say(console, f"Models: {plan.runs[0][1] / BEST} and so on")
+    say(console, f"Models: {plan.place(config) / BEST} and so on")
     say(console, f"Results: {plan.directory}")
     say(console, f"Look at: aqg report {plan.directory}")
 
@@ -166,38 +160,25 @@ def _train(
 @contextmanager
 def _planned(options: RunOptions) -> Iterator[_Plan]:
     """Check every setting before anything is touched."""
-    named = named_settings(options.assignments, options.flags)
-    allowed, resume = options.allow_code, options.resume
-    if resume is not None:
-        if options.out is not None:
-            raise ConfigError("--resume and --out exclude each other: a run stays where it is")
-        guard_file(resume / CONFIG, named, allowed=allowed)
-    settings = {}
-    if options.config is not None:
-        guard_file(options.config, named, overrides=named, allowed=allowed)
-        settings = read_toml(options.config)
-    settings |= named
+    resume = options.resume
+    if resume is not None and options.out is not None:
+        raise ConfigError("--resume and --out exclude each other: a run stays where it is")
+    settings = options.settings(resume)
     if resume is not None:
         configs = loop.read_configs(resume, settings, options.data_dir)
-        yield _lay_out(resume, configs, is_batch=not (resume / ROUNDS).exists())
+        yield _Plan(resume, configs, is_batch=not (resume / ROUNDS).exists())
         return
     if not names_step(settings):
         settings["step"] = AUTO
     configs = resolve(settings, options.data_dir)
     with output_directory(options.out, Path(configs[0].data_name).stem) as directory:
-        yield _lay_out(directory, configs, is_batch=True)
-
-
-def _lay_out(directory: Path, configs: tuple[RunConfig, ...], is_batch: bool) -> _Plan:
-    places = (directory / loop.slug(config.recipe) if is_batch else directory for config in configs)
-    return _Plan(directory, tuple(zip(configs, places, strict=True)), is_batch)
+        yield _Plan(directory, configs, is_batch=True)
 
 
 def _create(plan: _Plan, resume: bool) -> None:
     if not resume:
         create_directory(plan.directory)
-        text = to_toml(tuple(config for config, _ in plan.runs))
-        write_atomically(plan.directory / CONFIG, text.encode())
-    for config, directory in plan.runs:
-        if not (directory / CONFIG).exists():
-            loop.create_run(directory, config)
+        write_atomically(plan.directory / CONFIG, to_toml(plan.configs).encode())
+    for config in plan.configs:
+        if not (plan.place(config) / CONFIG).exists():
+            loop.create_run(plan.place(config), config)

@@ -6,9 +6,8 @@ came of it.
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from aqg.cli.display import DIRECTIONS_NOTE, Overview, say, sweep_table, widen
-from aqg.cli.options import CompareOptions, ReproduceOptions, SweepOptions
+from aqg.cli.options import CompareOptions, ReproduceOptions, StudyOptions, SweepOptions
 from aqg.core.downlink import AUTO
 from aqg.errors import ConfigError
-from aqg.runs.config import RunConfig, located, named_settings, refuse_changes, refuse_unnamed_code
+from aqg.runs.config import located, named_settings, refuse_changes, refuse_unnamed_code
 from aqg.runs.directory import output_directory, read_toml
 from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_jobs, visible_gpus
 from aqg.runs.files import locked
@@ -39,28 +38,10 @@ from aqg.studies.paper.tables import all_tables, keep_results
 _SEEDS = 5
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where runs run: one per core of this machine, or ``jobs``, or on a Ray cluster."""
-
-    jobs: int | None = None
-    cluster: str | None = None
-    data_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
-
-    def processes(self, configs: Iterable[RunConfig]) -> Processes:
-        gpus = visible_gpus() if any(c.device.startswith("cuda") for c in configs) else ()
-        jobs = default_jobs() if self.jobs is None or self.cluster is not None else self.jobs
-        return Processes(jobs, gpus)
-
-    def describe(self, num_left: int) -> str:
-        if self.cluster is not None:
-            return f"on the Ray cluster at {self.cluster}"
-        jobs = default_jobs() if self.jobs is None else self.jobs
-        return f"{min(jobs, num_left)} at a time"
+def _describe(options: StudyOptions, num_left: int) -> str:
+    if options.cluster is not None:
+        return f"on the Ray cluster at {options.cluster}"
+    return f"{min(options.jobs or default_jobs(), num_left)} at a time"
 
 
 def _lock(directory: Path) -> AbstractContextManager[None]:
@@ -69,10 +50,10 @@ def _lock(directory: Path) -> AbstractContextManager[None]:
 
 def _run_study(
     console: Console,
+    options: StudyOptions,
     plan: StudyPlan[Any],
     name: str,
     directory: Path,
-    where: Where,
     create: Callable[[], object],
     again: str,
     keeps_models: bool = True,
@@ -82,32 +63,32 @@ def _run_study(
     ``again`` is the command that goes on after Ctrl-C.
     """
     problems = list(plan.problems())
+    uses_gpus = any(config.device.startswith("cuda") for config in problems)
     text = "Preparing data and the minimum of each loss (cached for next time) ..."
     is_new = not directory.is_dir()
     is_begun = not is_new and any(directory.iterdir())
     with ExitStack() as stack:
         try:
-            place: Place = stack.enter_context(where.processes(problems))
+            jobs = (options.jobs if options.cluster is None else None) or default_jobs()
+            gpus = visible_gpus() if uses_gpus else ()
+            place: Place = stack.enter_context(Processes(jobs, gpus))
             with console.status(text) as status:
-                minima = prepare(
-                    place,
-                    problems,
-                    where.data_dir,
-                    lambda done, total: status.update(f"{text} {done} of {total}"),
-                )
+
+                def tell(done: int, total: int) -> None:
+                    status.update(f"{text} {done} of {total}")
+
+                minima = prepare(place, problems, options.data_dir, tell)
             create()
             is_begun = True
             if is_new:
                 stack.enter_context(_lock(directory))
-            if where.cluster is not None:
+            if options.cluster is not None:
                 from aqg.contrib.ray_cluster import RayCluster
 
-                uses_gpus = any(config.device.startswith("cuda") for config in problems)
-                cluster = RayCluster(where.cluster, where.jobs, uses_gpus)
+                cluster = RayCluster(options.cluster, options.jobs, uses_gpus)
                 place = stack.enter_context(cluster)
             shown = stack.enter_context(Overview(console, plan, name))
-
-            given = minima, directory, where.data_dir, keeps_models
+            given = minima, directory, options.data_dir, keeps_models
             carry_out(plan.next, lambda job: train(job, *given), place, plan.take, shown.show)
         except Interrupted:
             if not is_begun:
@@ -128,6 +109,10 @@ def _report_failures(plan: StudyPlan[Any], total: int, again: str) -> int:
     return 1
 
 
+def print_json(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
 def sweep(options: SweepOptions) -> int:
     """Run every combination of the settings in a grid file, or a study of your own, across cores.
 
@@ -135,26 +120,25 @@ def sweep(options: SweepOptions) -> int:
     and repeats nothing that is finished.
     """
     console = Console(stderr=options.as_json)
-    where = Where(options.jobs, options.cluster, options.data_dir)
     with _planned_sweep(options) as (directory, found, grid_file), _lock(directory):
         batch = Batch(found.runs, directory)
         total, num_left = len(found.runs), len(batch.left)
         parts = [f"{total} {'run' if total == 1 else 'runs'} ({' × '.join(found.varying)})"]
         parts += [f"{total - num_left} finished before"] if num_left < total else []
-        parts += [where.describe(num_left)] if num_left else []
+        parts += [_describe(options, num_left)] if num_left else []
         say(console, f"{', '.join(parts)}, in {directory}")
         again = f"aqg sweep --resume {directory}"
+
+        def create() -> None:
+            if grid_file is not None:
+                sweeps.create_sweep(directory, grid_file)
+
         if batch.left:
-
-            def create() -> None:
-                if grid_file is not None:
-                    sweeps.create_sweep(directory, grid_file)
-
-            _run_study(console, batch, "sweep", directory, where, create, again)
+            _run_study(console, options, batch, "sweep", directory, create, again)
         rows = sweeps.collect(found, directory, batch.failures)
         sweeps.write_results(directory, rows)
         if options.as_json:
-            sys.stdout.write(json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n")
+            print_json({"runs": rows})
         else:
             widen(console, 160)
             console.print(sweep_table(found.varying, rows).to_terminal())
@@ -170,9 +154,10 @@ def sweep(options: SweepOptions) -> int:
 def _planned_sweep(options: SweepOptions) -> Iterator[tuple[Path, sweeps.Sweep, bytes | None]]:
     """Check all settings; give the directory, the sweep and, where it is new, its grid file."""
     flags = {name: located(name, value) for name, value in options.flags.items()}
-    document, grid_file = None, b""
-    code = None if options.grid is None else Code.parse(str(options.grid))
+    document, grid_file, stem = None, b"", ""
     if options.grid is not None:
+        code = Code.parse(str(options.grid))
+        stem = (options.grid if code is None else code.path).stem
         if code is not None:  # named on the command line, and so is what it yields
             runs = sweeps.call_study(code, options.data_dir)
             document, text = {sweeps.RUNS: runs}, sweeps.runs_to_toml(runs)
@@ -201,10 +186,9 @@ def _planned_sweep(options: SweepOptions) -> Iterator[tuple[Path, sweeps.Sweep, 
         found = sweeps.open_sweep(options.resume, document, options.data_dir)
         yield options.resume, found, None
         return
-    if options.grid is None or document is None:
+    if document is None:
         raise ConfigError("name a grid file, or a sweep's directory with --resume")
     found = sweeps.expand(document, options.data_dir)
-    stem = options.grid.stem if code is None else code.path.stem
     with output_directory(options.out, stem) as directory:
         yield directory, found, grid_file
 
@@ -226,16 +210,6 @@ def _parts(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
-@dataclass(frozen=True)
-class _Work:
-    comparison: contest.Comparison
-    part: contest.Comparison  # what to run now
-    directory: Path
-    is_new: bool = True
-    again: tuple[str, ...] = ()  # recipes whose finished runs on the part's tasks are dropped first
-    lines: list[str] = field(default_factory=list)  # about tasks that are left out
-
-
 def compare(options: CompareOptions) -> int:
     """Compare recipes by bytes and rounds until a task's goal is reached.
 
@@ -252,11 +226,10 @@ def compare(options: CompareOptions) -> int:
         return 0
     target = contest_tasks.parse_target(options.target, options.target_accuracy)
     check_device(options.device)
-    where = Where(options.jobs, options.cluster, options.data_dir)
     if options.resume is not None:
         reason = "--resume goes on with what was begun; it excludes"
         options.refuse(reason, "out", "search", "quick", "downlink")
-        return _compare(console, _go_on(options, options.resume, target), where, options)
+        return _go_on(console, options, options.resume, target)
     if options.again is not None:
         raise ConfigError(f"--again {options.again} needs --resume: nothing was run before")
     own = _own_tasks(options, target)
@@ -266,8 +239,8 @@ def compare(options: CompareOptions) -> int:
     recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
     comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
     with output_directory(options.out, "compare") as directory:
-        work = _Work(comparison, comparison, directory, lines=lines)
-        return _compare(console, work, where, options)
+        create = partial(comparison.write, directory, is_new=True)
+        return _compare(console, options, comparison, comparison, directory, lines, create)
 
 
 def _own_tasks(
@@ -284,52 +257,64 @@ def _own_tasks(
     return ()
 
 
-def _go_on(options: CompareOptions, directory: Path, target: Target | None) -> _Work:
-    """Return what to do in a directory that exists: all of its comparison, or what is named."""
+def _go_on(
+    console: Console, options: CompareOptions, directory: Path, target: Target | None
+) -> int:
+    """Go on with all of a comparison, or with what is named, which is added to it."""
     before = contest.Comparison.open(directory)
     own = _own_tasks(options, target, before.tasks)
-    tasks = (*(before.parse_tasks(options.task) if options.task else ()), *own)
-    listed = [options.recipes or "", options.again or ""]
+    mine = [task for task in before.tasks if task.is_own]
+    named = contest_tasks.parse_tasks(options.task, mine) if options.task else ()
     chosen, again = (
-        tuple(name.strip() for name in text.split(",") if name.strip()) for text in listed
+        tuple(name.strip() for name in (text or "").split(",") if name.strip())
+        for text in (options.recipes, options.again)
     )
     for names in (chosen, again):
-        parse_recipes(",".join(names)) if names else None
+        parse_recipes(",".join(names) or None)
     recipes = tuple(dict.fromkeys((*chosen, *again)))
-    comparison = before.extended(tasks, recipes, options.seeds)
-    part = comparison.narrowed(tasks, recipes)
-    where = repr(str(directory / contest.PLAN))
+    comparison = before.extended((*named, *own), recipes, options.seeds)
+    part = comparison.narrowed((*named, *own), recipes)
     settings = named_settings(options.assignments, options.flags)
+    where = repr(str(directory / contest.PLAN))
     contest_tasks.check_code_and_files(
         part.tasks, settings, allowed=options.allow_code, where=where
     )
     kept, lines = contest_tasks.available(part.tasks, options.data_dir)
-    return _Work(comparison, part.narrowed(kept, ()), directory, False, again, lines)
+    part, create = part.narrowed(kept, ()), partial(comparison.write, directory)
+    return _compare(console, options, comparison, part, directory, lines, create, again)
 
 
-def _compare(console: Console, work: _Work, where: Where, options: CompareOptions) -> int:
-    part, directory = work.part, work.directory
-    for line in work.lines:
+def _compare(
+    console: Console,
+    options: CompareOptions,
+    comparison: contest.Comparison,
+    part: contest.Comparison,
+    directory: Path,
+    lines: Sequence[str],
+    create: Callable[[], None],
+    forgotten: Sequence[str] = (),
+) -> int:
+    """Run a part of a comparison, without what some recipes did on its tasks before."""
+    for line in lines:
         say(console, line)
     tuned = read_tuned(options.tuned)
     with _lock(directory):
-        if work.again:
-            count = contest.forget(directory, work.again, part.tasks)
-            console.print(f"Forgotten: {count} runs of {', '.join(work.again)}", highlight=False)
+        if forgotten:
+            count = contest.forget(directory, forgotten, part.tasks)
+            console.print(f"Forgotten: {count} runs of {', '.join(forgotten)}", highlight=False)
         plan = contest.ContestPlan(part, directory, tuned, options.device)
         num_before, most = plan.num_finished, plan.most_left()
         counts = f"Recipes: {len(part.recipes)}, tasks: {len(part.tasks)}, up to {most} runs"
-        before, place = f"{num_before} finished before", where.describe(most)
+        before, place = f"{num_before} finished before", _describe(options, most)
         say(console, f"{counts}, {before}, {place}, in {directory}")
         again = f"aqg compare --resume {directory}"
-        create = partial(work.comparison.write, directory, is_new=work.is_new)
         if most:
-            _run_study(console, plan, "compare", directory, where, create, again, False)
+            _run_study(console, options, plan, "compare", directory, create, again, False)
         else:
             create()
         total = plan.num_finished - num_before + len(plan.failures)
         code = _report_failures(plan, total, again)
-        _show_comparison(console, work.comparison, directory, options.as_json)
+        _show_comparison(console, comparison, directory, options.as_json)
         return code
 
 
@@ -338,8 +323,7 @@ def _show_comparison(
 ) -> None:
     cells = contest_table.write_results(comparison, directory)
     if as_json:
-        rows = [cell.to_json() for cell in cells]
-        sys.stdout.write(json.dumps({"cells": rows}, indent=2, allow_nan=False) + "\n")
+        print_json({"cells": [cell.to_json() for cell in cells]})
         return
     widen(console, 200)
     tables = contest_table.as_tables(comparison, cells)
@@ -371,8 +355,7 @@ def reproduce(options: ReproduceOptions) -> int:
     """
     console = Console()
     if options.saved is not None:
-        others = (options.out, options.only, options.missing)
-        if options.quick or any(option is not None for option in others):
+        if options.quick or options.out or options.only or options.missing:
             raise ConfigError(
                 "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
             )
@@ -385,25 +368,25 @@ def reproduce(options: ReproduceOptions) -> int:
     plan = make_plan(scale, options.device or best, parse_sections(options.only))
     if options.missing is not None:
         plan = outcomes.missing_from(options.missing, plan)
-    code = run_plan(
-        console, plan, directory, Where(options.jobs, options.cluster, options.data_dir)
-    )
+    code = run_plan(console, options, plan, directory)
     show_results(console, keep_results(plan, scale, directory))
     say(console, f"Tables, pictures and data: {directory}")
     return code
 
 
-def run_plan(console: Console, plan: tuple[PlannedRun, ...], directory: Path, where: Where) -> int:
+def run_plan(
+    console: Console, options: StudyOptions, plan: tuple[PlannedRun, ...], directory: Path
+) -> int:
     runs = directory / outcomes.RUN_DIRECTORY
     with _lock(runs):
         batch = Batch((planned.run for planned in outcomes.adopt_devices(plan, directory)), runs)
-        before, place = f"{batch.num_before} finished before", where.describe(len(batch.left))
+        before, place = f"{batch.num_before} finished before", _describe(options, len(batch.left))
         say(console, f"{len(plan)} runs, {before}, {place}, in {directory}")
         if not batch.left:
             return 0
         again = f"the same command (its results are in {directory})"
         create = partial(runs.mkdir, parents=True, exist_ok=True)
-        _run_study(console, batch, "reproduce", runs, where, create, again)
+        _run_study(console, options, batch, "reproduce", runs, create, again)
         return _report_failures(batch, len(plan), again)
 
 

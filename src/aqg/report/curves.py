@@ -6,7 +6,7 @@ Curves of a group are the median and the extremes over seeds, thinned to what a 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import BYTES
-from aqg.runs.table import write_csv
+from aqg.runs.table import records_to_csv, write_csv
 from aqg.sim.record import DROPPED
 
 Floats = NDArray[np.float64]
@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Band:
-    """A group's curve: the median over its runs, and their smallest and largest value."""
+    """A group's curve."""
 
     x: Floats
     median: Floats
@@ -50,7 +50,7 @@ class Band:
 
 
 def run_points(run: Run, axis: str, metric: str) -> Points:
-    """Return a run's curve; rounds without a value are left out, as are values beyond numbers.
+    """Return a run's curve; rounds without a value, or with one beyond numbers, are left out.
 
     A round reports the model that it starts from, so its value belongs to the cost of the rounds
     before it; the summary holds the value after the last.
@@ -115,11 +115,7 @@ def combine(curves: Sequence[Points]) -> Band | None:
         row[holds] = np.interp(grid[holds], curve.x, curve.y)
     some = np.isfinite(table).any(axis=0)
     grid, table = grid[some], table[:, some]
-    if len(curves) == 1:
-        return Band(grid, table[0], table[0], table[0])
-    return Band(
-        grid, np.nanmedian(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
-    )
+    return Band(grid, *(over(table, axis=0) for over in (np.nanmedian, np.nanmin, np.nanmax)))
 
 
 def _without_repeats(curve: Points) -> Points:
@@ -129,21 +125,16 @@ def _without_repeats(curve: Points) -> Points:
 
 
 def thin(band: Band, limit: int) -> Band:
-    """Keep at most about ``limit`` points, so that the curve looks the same on either scale.
+    """Keep at most about ``limit`` points; ``low`` and ``high`` become those of all they stand for.
 
-    Half of the bins are even on a linear axis and half on a logarithmic one. Each bin keeps its
-    smallest and its largest median; the first and the last point always stay. ``low`` and ``high``
-    become the extremes of all that a kept point stands for.
+    Half of the bins are even on a linear axis and half on a logarithmic one, so that the curve
+    looks the same on either. Each keeps its smallest and its largest median; ends always stay.
     """
     kept = thin_indices(band.x, band.median, limit)
     if len(kept) == len(band.x):
         return band
-    return Band(
-        band.x[kept],
-        band.median[kept],
-        np.minimum.reduceat(band.low, kept),
-        np.maximum.reduceat(band.high, kept),
-    )
+    low, high = np.minimum.reduceat(band.low, kept), np.maximum.reduceat(band.high, kept)
+    return Band(band.x[kept], band.median[kept], low, high)
 
 
 def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
@@ -162,15 +153,12 @@ def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
     positive = x[x > 0]
     if len(positive) > 1:
         edges = np.union1d(edges, np.geomspace(positive[0], positive[-1], num_bins + 1))
-    starts = np.unique(np.searchsorted(x, edges[:-1]))
+    starts = np.union1d(np.searchsorted(x, edges[:-1]), [0])
     starts = starts[starts < len(x)]
-    starts = np.union1d(starts, [0])
-    ends = np.append(starts[1:], len(x))
     kept = {0, len(x) - 1}
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in zip(starts, [*starts[1:], len(x)], strict=True):
         piece = y[start:end]
-        kept.add(int(start + piece.argmin()))
-        kept.add(int(start + piece.argmax()))
+        kept |= {int(start + piece.argmin()), int(start + piece.argmax())}
     return np.array(sorted(kept), np.intp)
 
 
@@ -178,10 +166,9 @@ Counts = NDArray[np.int64]
 
 
 class WidthHistogram(NamedTuple):
-    """Uploads by width over time.
+    """Uploads by width over time: counts are widths × bins.
 
-    Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``; counts
-    are widths × bins, and the widths ascend.
+    Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``.
     """
 
     edges: Counts
@@ -192,8 +179,7 @@ class WidthHistogram(NamedTuple):
 class Activity(NamedTuple):
     """What every client did over time; arrays are rows of clients × bins of rounds.
 
-    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``: one, unless
-    there are very many.
+    Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``.
     """
 
     edges: Counts
@@ -225,18 +211,18 @@ def count_widths(widths: NDArray[np.int16], max_bins: int) -> WidthHistogram:
     """
     edges = bin_edges(len(widths), max_bins)
     present = tuple(int(width) for width in np.unique(widths[widths > 0]))
-    counts = np.zeros((len(present), len(edges) - 1), np.int64)
-    for row, width in zip(counts, present, strict=True):
-        row[:] = np.add.reduceat((widths == width).sum(axis=1), edges[:-1])
-    return WidthHistogram(edges, present, counts)
+    counts = [np.add.reduceat((widths == w).sum(axis=1), edges[:-1]) for w in present]
+    shape = len(present), len(edges) - 1
+    return WidthHistogram(edges, present, np.array(counts, np.int64).reshape(shape))
 
 
 def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Activity:
     """Count what every client did; ``widths`` is rounds × clients, as in a run.
 
-    >>> activity = watch_clients(np.array([[4, -1], [2, 0]], np.int16), max_bins=1, max_rows=9)
+    >>> widths = np.array([[4, -1], [2, 0], [0, 1]], np.int16)
+    >>> activity = watch_clients(widths, max_bins=2, max_rows=9)
     >>> activity.bits.tolist(), activity.away.tolist()
-    ([[6], [0]], [[0], [1]])
+    ([[4, 2], [0, 1]], [[0, 0], [1, 0]])
     """
     num_rounds, num_clients = widths.shape
     edges = bin_edges(num_rounds, max_bins)
@@ -253,16 +239,11 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
 
 
 def result_of(run: Run) -> dict[str, Any]:
-    """Return what a run has spent and reached so far; None where a number is unknown.
-
-    ``target`` is the residual asked for, and the names that begin with it what it took to stay
-    within it.
-    """
+    """Return what a run has spent and reached so far; None where a number is unknown."""
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
-    reached = {"target_rounds": target.get("reached_round")}
-    reached |= {f"target_{name}": target.get(name) for name in BYTES}
+    reached = {f"target_{name}": _finite(target.get(name)) for name in BYTES}
     return {
         "finished": run.summary is not None,
         "diverged": run.diverged,
@@ -274,7 +255,8 @@ def result_of(run: Run) -> dict[str, Any]:
         "residual": _last(run, "residual"),
         "metrics": {name: _last(run, name) for name in run.metrics},
         "target": _finite(run.config.get("target")) if kind == "residual" else None,
-        **{name: _finite(value) for name, value in reached.items()},
+        "target_rounds": _finite(target.get("reached_round")),
+        **reached,
         "faults": len(run.faults),
     }
 
@@ -290,27 +272,52 @@ def _finite(value: object) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def spread(values: Sequence[float]) -> list[float]:
+    return [float(np.median(values)), float(min(values)), float(max(values))]
+
+
+def spread_of_known(values: Iterable[float | None]) -> list[float] | None:
+    """Return median, smallest and largest; None unless all are known.
+
+    >>> spread_of_known([1.0, 4.0, 2.0]), spread_of_known([1.0, None])
+    ([2.0, 1.0, 4.0], None)
+    """
+    values = list(values)
+    known = [value for value in values if value is not None]
+    return spread(known) if len(known) == len(values) else None
+
+
 def summary_csv(runs: Sequence[Run]) -> str:
     settings = list(dict.fromkeys(name for run in runs for name in run.config))
     metrics = metric_names(runs)
     rows = []
     for run in runs:
         row: dict[str, Any] = {"run": run.name}
-        row.update((name, _cell(run.config.get(name))) for name in settings)
+        for name in settings:
+            value = run.config.get(name)
+            row[name] = json.dumps(value) if isinstance(value, list | dict) else value
         results = result_of(run)
         found = results.pop("metrics")
         results |= {_column(name, results): found.get(name) for name in metrics}
         row.update((f"result_{k}" if k in settings else k, v) for k, v in results.items())
         rows.append(row)
-    return write_csv(list(rows[0]) if rows else ["run"], (row.values() for row in rows))
+    return records_to_csv(rows)
 
 
 def curves_csv(runs: Sequence[Run]) -> str:
-    """Return what each round of each run had cost and reached; round 0 is the start."""
     metrics = metric_names(runs)
     columns = ["run", "recipe", "seed", "round", "uploads", *BYTES, "loss", "residual"]
     columns += [_column(name, columns) for name in metrics]
-    return write_csv(columns, (row for run in runs for row in _curve_rows(run, metrics)))
+    rows: list[Iterable[Any]] = []
+    for run in runs:
+        counts = (run.uploads, *(getattr(run, name) for name in BYTES))
+        spent = (np.concatenate(([0], np.cumsum(count))).tolist() for count in counts)
+        rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
+        reached = [_metric(run, name).tolist() for name in ("loss", "residual", *metrics)]
+        known = ([None if value != value else value for value in values] for values in reached)
+        about = run.name, run.recipe, run.seed
+        rows += [(*about, *row) for row in zip(rounds, *spent, *known, strict=False)]
+    return write_csv(columns, rows)
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:
@@ -328,39 +335,25 @@ def described(name: str, runs: Iterable[Run]) -> Metric:
     return replace(metric, higher_is_better=is_higher, is_percent=bool(own.get("percent")))
 
 
+def test_title(name: str) -> str:
+    return f"test {name.replace('_', ' ')}"
+
+
 def _column(name: str, taken: Iterable[str]) -> str:
     """Return the heading of a metric: its name, unless another column has it."""
     return f"test_{name}" if name in taken else name
 
 
-def _curve_rows(run: Run, metrics: Sequence[str]) -> Iterator[Iterable[Any]]:
-    counts = (run.uploads, *(getattr(run, name) for name in BYTES))
-    spent = (np.concatenate(([0], np.cumsum(count))).tolist() for count in counts)
-    rounds = [*(run.rounds - 1).tolist(), *run.rounds[-1:].tolist()]
-    reached = (_known(_metric(run, name)) for name in ("loss", "residual", *metrics))
-    for row in zip(rounds, *spent, *reached, strict=False):
-        yield run.name, run.recipe, run.seed, *row
-
-
 def clients_csv(runs: Sequence[Run]) -> str:
-    """Return what each client of each run sent and received; nothing where it is not on record."""
-    columns = ["run", "recipe", "seed", "client", *BYTES]
-    return write_csv(columns, (row for run in runs for row in _client_rows(run)))
+    rows: list[Iterable[Any]] = []
+    for run in runs:
+        unknown = [None] * run.widths.shape[1]
+        totals = (run.client_upload_bytes, run.client_download_bytes)
+        known = [unknown if found is None else found.tolist() for found in totals]
+        for client, sizes in enumerate(zip(*known, strict=True)):
+            total = None if None in sizes else sum(sizes)
+            rows.append((run.name, run.recipe, run.seed, client, *sizes, total))
+    return write_csv(["run", "recipe", "seed", "client", *BYTES], rows)
 
 
-def _client_rows(run: Run) -> Iterator[Iterable[Any]]:
-    unknown = [None] * run.widths.shape[1]
-    up, down = run.client_upload_bytes, run.client_download_bytes
-    sent = unknown if up is None else up.tolist()
-    received = unknown if down is None else down.tolist()
-    for client, sizes in enumerate(zip(sent, received, strict=True)):
-        total = None if None in sizes else sum(sizes)
-        yield run.name, run.recipe, run.seed, client, *sizes, total
-
-
-def _known(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
-    return [None if value != value else value for value in values.tolist()]
-
-
-def _cell(value: object) -> object:
-    return json.dumps(value) if isinstance(value, list | dict) else value
+TABLES = {"summary.csv": summary_csv, "curves.csv": curves_csv, "clients.csv": clients_csv}

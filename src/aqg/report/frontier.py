@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aqg.errors import RunError
-from aqg.report.curves import described, metric_names, result_of, run_points
+from aqg.report.curves import described, metric_names, result_of, run_points, spread, test_title
 from aqg.report.pictures import grid, png
 from aqg.report.runs import Comparison, Group, Run, setting_text
 from aqg.studies.contest.measure import FIXED, MOST_DELAY, PLATEAU, RESULTS
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Spread = list[float]
 """The middle, the lower and the upper end."""
 _PROBLEM = ("dataset", "partition", "model", "clients", "target", "problem")
-_BYTES = "bytes uploaded and downloaded"
 _MOST_PANELS = 12
 _SHARE = 2 / 3
 _SLACK = 0.01
@@ -56,29 +55,19 @@ class Panel:
 
     title: str
     goal: str
-    x: str
-    y: str
     points: tuple[Point, ...]
     never: tuple[str, ...] = ()
+    x: str = "rounds"
+    y: str = "bytes uploaded and downloaded"
     limit: float | None = None
 
-    def to_json(self, colors: dict[str, int]) -> dict[str, Any]:
-        points = [
-            {
-                "label": p.label,
-                "color": colors.get(p.recipe, 0),
-                "group": p.group,
-                "x": p.x,
-                "y": p.y,
-            }
-            | {"open": not p.is_reached_by_all}
-            for p in self.points
-        ]
-        return {
-            **{name: getattr(self, name) for name in ("title", "goal", "x", "y", "limit")},
-            "never": list(self.never),
-            "points": points,
-        }
+    def to_json(self, colors: Mapping[str, int]) -> dict[str, Any]:
+        points = []
+        for point in self.points:
+            row = {name: getattr(point, name) for name in ("label", "group", "x", "y")}
+            row |= {"color": colors.get(point.recipe, 0), "open": not point.is_reached_by_all}
+            points.append(row)
+        return vars(self) | {"points": points}
 
 
 def of_runs(comparison: Comparison) -> list[Panel]:
@@ -93,60 +82,47 @@ def of_runs(comparison: Comparison) -> list[Panel]:
         if len({comparison.groups[index].label for index in members}) < 2:
             continue
         for measure in _measures(comparison.runs):
-            panel = _compare(comparison, members, measure, len(problems) > 1)
+            panel = _compare({index: comparison.groups[index] for index in members}, *measure)
             if panel is not None:
-                panels.append(panel)
+                panels.append(panel if len(problems) > 1 else replace(panel, title=""))
     return panels[:_MOST_PANELS]
 
 
-class _Measure(NamedTuple):
-    name: str
-    sign: int = 1
-    """1 where a lower value is better, -1 where a higher one is."""
-    is_percent: bool = False
-
-
-def _measures(runs: Sequence[Run]) -> list[_Measure]:
+def _measures(runs: Sequence[Run]) -> list[tuple[str, int, bool]]:
+    """Return names, 1 where lower is better and -1 where higher is, and which are shares."""
     known = [described(name, runs) for name in metric_names(runs)]
     known = [metric for metric in known if metric.higher_is_better is not None]
-    found = (_Measure(m.name, -1 if m.higher_is_better else 1, m.is_percent) for m in known)
-    return [_Measure("loss"), *found]
+    found = [(m.name, -1 if m.higher_is_better else 1, m.is_percent) for m in known]
+    return [("loss", 1, False), *found]
 
 
-def _compare(
-    comparison: Comparison, members: Sequence[int], measure: _Measure, is_named: bool
-) -> Panel | None:
-    groups = {index: comparison.groups[index] for index in members}
-    name = measure.name
+def _compare(groups: Mapping[int, Group], name: str, sign: int, is_percent: bool) -> Panel | None:
     level = _target(groups.values()) if name == "loss" else None
     if level is not None:
         goal = f"loss is within {level:g} of its minimum"
         name = "residual"
     else:
-        level = _common_level(groups.values(), measure)
+        level = _common_level(groups.values(), name, sign, is_percent)
         if level is None:
             return None
-        title = name if name == "loss" else f"test {name.replace('_', ' ')}"
-        side = "at least" if measure.sign < 0 else "at most"
-        goal = f"{title} is {side} " + (f"{level:.1%}" if measure.is_percent else f"{level:.4g}")
+        title = name if name == "loss" else test_title(name)
+        side = "at least" if sign < 0 else "at most"
+        goal = f"{title} is {side} " + (f"{level:.1%}" if is_percent else f"{level:.4g}")
     points, never = [], []
     for index, group in groups.items():
-        found = [_first(run, name, measure.sign, level) for run in group.runs]
+        found = [_first(run, name, sign, level) for run in group.runs]
         reached = [one for one in found if one is not None]
         if not reached:
             never.append(group.label)
             continue
-        rounds, sizes = zip(*reached, strict=True)
-        all_of_them = len(reached) == len(found)
-        points.append(
-            Point(group.label, group.recipe, _spread(rounds), _spread(sizes), all_of_them, index)
-        )
+        rounds, sizes = map(spread, zip(*reached, strict=True))
+        is_whole = len(reached) == len(found)
+        points.append(Point(group.label, group.recipe, rounds, sizes, is_whole, index))
     if not points:
         return None
     config = next(iter(groups.values())).runs[0].config
-    problem = ", ".join(setting_text(config.get(key)) for key in ("dataset", "partition"))
-    title = problem if is_named else ""
-    return Panel(title, goal, "rounds", _BYTES, tuple(points), tuple(never))
+    title = ", ".join(setting_text(config.get(key)) for key in ("dataset", "partition"))
+    return Panel(title, goal, tuple(points), tuple(never))
 
 
 def _target(groups: Iterable[Group]) -> float | None:
@@ -158,18 +134,18 @@ def _target(groups: Iterable[Group]) -> float | None:
     return targets.pop()
 
 
-def _common_level(groups: Iterable[Group], measure: _Measure) -> float | None:
+def _common_level(groups: Iterable[Group], name: str, sign: int, is_percent: bool) -> float | None:
     """Return a level that two groups in three reach with every run, less a little."""
     best = []
     for group in groups:
-        curves = [run_points(run, "rounds", measure.name).y for run in group.runs]
+        curves = [run_points(run, "rounds", name).y for run in group.runs]
         if all(len(curve) for curve in curves):
-            best.append(max(float((measure.sign * curve).min()) for curve in curves))
+            best.append(max(float((sign * curve).min()) for curve in curves))
     if len(best) < 2:
         return None
     chosen = sorted(best)[math.ceil(_SHARE * len(best)) - 1]
     # A little easier than that: a point less, or a hundredth.
-    return measure.sign * (chosen + (_SLACK if measure.is_percent else _SLACK * abs(chosen)))
+    return sign * (chosen + (_SLACK if is_percent else _SLACK * abs(chosen)))
 
 
 def _first(run: Run, name: str, sign: int, level: float) -> tuple[float, float] | None:
@@ -182,20 +158,25 @@ def _first(run: Run, name: str, sign: int, level: float) -> tuple[float, float] 
     return max(1.0, float(curve.x[place])), max(1.0, float(costs.x[place]))
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return [float(np.median(values)), float(min(values)), float(max(values))]
-
-
 def of_studies(directories: Sequence[Path]) -> dict[Path, list[Panel]]:
     found = {}
     for directory in directories:
-        if cells := _cells(directory):
-            try:
-                found[directory] = of_cells(cells)
-            except (KeyError, TypeError, ValueError) as error:
-                raise RunError(
-                    f"{str(directory / RESULTS)!r} holds a cell without a usable {error}"
-                ) from None
+        file = directory / RESULTS
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError):
+            raise RunError(f"{str(file)!r} cannot be read as JSON") from None
+        cells = content.get("cells") if isinstance(content, dict) else None
+        known = [c for c in cells if isinstance(c, dict)] if isinstance(cells, list) else []
+        known = [cell for cell in known if "delay" in cell and "goal" in cell]
+        try:
+            panels = of_cells(known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{str(file)!r} holds a cell without a usable {error}") from None
+        if known:
+            found[directory] = panels
     return found
 
 
@@ -211,7 +192,6 @@ def of_cells(cells: Sequence[dict[str, Any]]) -> list[Panel]:
 def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
     """Where federated averaging does not reach the target, rounds take the place of the delay."""
     points, never = [], []
-    is_averaging = cells[0]["goal"] == PLATEAU
     has_delays = any(cell["delay"] is not None for cell in cells)
     for cell in cells:
         recipe, x = str(cell["recipe"]), cell["delay"]
@@ -223,32 +203,17 @@ def _task_panel(task: str, cells: Sequence[dict[str, Any]]) -> Panel:
         count = cell["num_reached"]
         ends = _interval(x, count), _interval(cell["cost"], count)
         points.append(Point(recipe, recipe, *ends, count == cell["num_seeds"]))
+    is_averaging = cells[0]["goal"] == PLATEAU
     goal = "as good as federated averaging" if is_averaging else "at the task's target"
-    x_axis, limit = "rounds", None
-    if has_delays:
-        x_axis, limit = "delay: rounds over those of federated averaging", MOST_DELAY
-    return Panel(str(task), goal, x_axis, _BYTES, tuple(points), tuple(never), limit)
+    panel = Panel(str(task), goal, tuple(points), tuple(never))
+    delay = "delay: rounds over those of federated averaging"
+    return replace(panel, x=delay, limit=MOST_DELAY) if has_delays else panel
 
 
 def _interval(mean: dict[str, Any], num_runs: int) -> Spread:
     value = float(mean["value"])
     ends = (mean["low"], mean["high"]) if num_runs >= _FEWEST_RUNS else (None, None)
     return [value, *(value if end is None else float(end) for end in ends)]
-
-
-def _cells(directory: Path) -> list[dict[str, Any]]:
-    """Return the cells of a comparison; none where there is no such thing."""
-    file = directory / RESULTS
-    if not file.is_file():
-        return []
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        raise RunError(f"{str(file)!r} cannot be read as JSON") from None
-    cells = content.get("cells") if isinstance(content, dict) else None
-    if not isinstance(cells, list):
-        return []
-    return [cell for cell in cells if isinstance(cell, dict) and "delay" in cell and "goal" in cell]
 
 
 _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7f6a3b", "#666666")
@@ -275,18 +240,13 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def draw(panels: Sequence[Panel], recipes: Sequence[str]) -> bytes:
-    """Draw panels of a comparison; return a PNG.
-
-    Recipes that do not reach the goal are named in the corner, and those with an open marker reach
-    it with some seeds only. What lies left of the dotted line is a swap-in; the step line is the
-    frontier.
-    """
+    """Draw panels of a comparison as PNG: an open marker is reached by some seeds only."""
     figure, axes = grid(len(panels), _PANEL, _PANEL, 1.6)
     others = [recipe for recipe in recipes if recipe not in (FEDAVG, OURS)]
-    looks = {
-        recipe: (_COLORS[n % len(_COLORS)], _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)])
-        for n, recipe in enumerate(others)
-    } | {OURS: (_OUR_COLOR, "*")}
+    looks = {OURS: (_OUR_COLOR, "*")}
+    for n, recipe in enumerate(others):
+        marker = _MARKERS[(n + n // len(_COLORS)) % len(_MARKERS)]
+        looks[recipe] = _COLORS[n % len(_COLORS)], marker
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw_panel(axis, panel, looks)
@@ -294,14 +254,13 @@ def draw(panels: Sequence[Panel], recipes: Sequence[str]) -> bytes:
         for artist, name in zip(*legend, strict=True):
             if name not in handles or artist.get_markerfacecolor() != _OPEN:
                 handles[name] = artist
-    order = [name for name in recipes if name in handles]
-    if order:
+    if order := [name for name in recipes if name in handles]:
         look: dict[str, Any] = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
         figure.legend([handles[name] for name in order], order, **look)
     return png(figure)
 
 
-def _draw_panel(axis: Axes, panel: Panel, looks: dict[str, tuple[str, str]]) -> None:
+def _draw_panel(axis: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
     others = [point for point in panel.points if point.recipe != FEDAVG]
     for point in panel.points:
         (x, *xs), (y, *ys) = point.x, point.y
@@ -312,10 +271,9 @@ def _draw_panel(axis: Axes, panel: Panel, looks: dict[str, tuple[str, str]]) -> 
             axis.text(1, y / 1000, "1/1000", transform=edge, ha="right", va="bottom", fontsize=7)
             continue
         color, marker = looks[point.recipe]
-        look: dict[str, Any] = {"markersize": 7, "markeredgecolor": color, "zorder": 3}
-        if point.recipe == OURS:
-            look = {"markersize": 13, "markeredgecolor": "black", "zorder": 4}
+        size, edge_color, order = (13, "black", 4) if point.recipe == OURS else (7, color, 3)
         face = color if point.is_reached_by_all else _OPEN
+        look: dict[str, Any] = {"markersize": size, "markeredgecolor": edge_color, "zorder": order}
         look |= {"markerfacecolor": face, "linestyle": "none"}
         axis.plot(x, y, marker, color=color, label=point.recipe, **look)
         axis.plot(xs, [y, y], color=color, linewidth=1)

@@ -29,11 +29,7 @@ _SKIPPED = "#f4f2ed"
 
 
 def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
-    """Return PNG files by name: curves of all groups, and the uploads of each group's first run.
-
-    ``widths.png`` and ``clients.png`` show the first 12 groups; beside ``loss.png`` there is one
-    picture for each metric that was measured, such as ``accuracy.png``.
-    """
+    """Return PNG files by name: curves of loss and metrics, and uploads of the first groups."""
     pictures = {"loss.png": _draw_curves(comparison, [_loss_of(comparison)])}
     for name in curves.metric_names(comparison.runs):
         file = f"{name}.png" if name not in _OTHER_PICTURES else f"test_{name}.png"
@@ -93,7 +89,7 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], title: str = ""
             if metric in curves.LOSSES and has_points:
                 panel.set_yscale("log")
             tidy(panel)
-        axes[0].set_ylabel(names.get(metric, f"test {metric.replace('_', ' ')}"))
+        axes[0].set_ylabel(names.get(metric, curves.test_title(metric)))
     if title:
         figure.suptitle(title, fontsize=11)
     handles, labels = rows[0][0].get_legend_handles_labels()

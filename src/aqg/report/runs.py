@@ -94,68 +94,56 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def holds_runs(path: Path) -> bool:
-    """Tell whether there is any run in a directory."""
     return path.is_dir() and bool(_find_below(path, _MAX_DEPTH))
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return the run directories in ``path``: itself, or those below it.
-
-    The runs of a comparison or a sweep have the order of its config; others are in natural order.
-    """
+    """Return the directory itself, or the runs below it, in the order of its config or natural."""
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise RunError(f"{str(path)!r} {reason}; name a directory that `aqg run` or a sweep made")
     with explained(f"{str(path)!r} cannot be read"):
         runs = _find_below(path, _MAX_DEPTH)
     if not runs:
+        advice = ""
+        for file, command in (("trials.jsonl", "compare"), ("runs.csv", "reproduce")):
+            if (path / file).is_file():  # published results, whose runs are kept elsewhere
+                advice = f"; look at its {file} with: aqg {command} --from {path}"
         raise RunError(
             f"{str(path)!r} is not a run directory and holds none: "
-            f"there is no {CONFIG} with a {ROUNDS} beside it{_other_views(path)}"
+            f"there is no {CONFIG} with a {ROUNDS} beside it{advice}"
         )
     return runs
-
-
-def _other_views(path: Path) -> str:
-    """Say how to look at results whose runs are kept elsewhere, such as published ones."""
-    for file, command in (("trials.jsonl", "compare"), ("runs.csv", "reproduce")):
-        if (path / file).is_file():
-            return f"; look at its {file} with: aqg {command} --from {path}"
-    return ""
 
 
 def _find_below(path: Path, depth: int) -> list[Path]:
     if (path / ROUNDS).is_file():
         return [path]
     children = [child for child in path.iterdir() if child.is_dir() and child.name[0] != "."]
-    runs = []
-    for child in sorted(children, key=lambda child: natural_key(child.name)):
-        if depth > 0:
-            runs.extend(_find_below(child, depth - 1))
+    children.sort(key=lambda child: natural_key(child.name))
+    runs = [run for child in children if depth > 0 for run in _find_below(child, depth - 1)]
     if not runs and (path / CONFIG).is_file() and "recipe" in read_config(path):
         return [path]  # about to start; other programs have a file of that name, too
-    order = _stored_order(path)
-    if order:
-        runs.sort(key=lambda run: _positions(read_config(run), order))
+    if order := _stored_order(path):
+
+        def positions(run: Path) -> list[int]:
+            config = read_config(run)
+            values = [(config.get(name), choices) for name, choices in order.items()]
+            return [choices.index(v) if v in choices else len(choices) for v, choices in values]
+
+        runs.sort(key=positions)
     return runs
 
 
 def _stored_order(path: Path) -> dict[str, list[Any]]:
     """Return the settings that a comparison or a sweep varies, with their values in order."""
+    varied: Any = {}
     if (path / GRID).is_file():
-        grid = read_toml(path / GRID).get("grid")
-        return (
-            {k: v for k, v in grid.items() if isinstance(v, list)} if isinstance(grid, dict) else {}
-        )
-    if (path / CONFIG).is_file():
-        recipes = read_config(path).get("recipe")
-        return {"recipe": recipes} if isinstance(recipes, list) else {}
-    return {}
-
-
-def _positions(config: Mapping[str, Any], order: Mapping[str, list[Any]]) -> list[int]:
-    values = [(config.get(name), choices) for name, choices in order.items()]
-    return [choices.index(v) if v in choices else len(choices) for v, choices in values]
+        varied = read_toml(path / GRID).get("grid")
+    elif (path / CONFIG).is_file():
+        varied = {"recipe": read_config(path).get("recipe")}
+    rows = varied.items() if isinstance(varied, dict) else ()
+    return {name: values for name, values in rows if isinstance(values, list)}
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
@@ -209,15 +197,13 @@ def readable(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     shown = dict(config)
     for name in ("dataset", "model", "problem", "init"):
-        value = config.get(name)
-        if isinstance(value, str):
-            folder, slash, rest = value.rpartition("/")
-            is_file = bool(slash) and (".py:" in rest or name in ("dataset", "init"))
-            shown[name] = rest if is_file and folder.startswith("/") else value
+        if isinstance(value := config.get(name), str) and value.startswith("/"):
+            rest = value.rpartition("/")[2]
+            if ".py:" in rest or name in ("dataset", "init"):
+                shown[name] = rest
     if "problem" in shown:
         shown["dataset"] = shown["problem"]
-    files = config.get("files")
-    if isinstance(files, list):
+    if isinstance(files := config.get("files"), list):
         shown["files"] = " ".join(str(row[-1])[:8] for row in files if isinstance(row, list))
     return shown
 
@@ -230,8 +216,7 @@ def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
 
 def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
     """Stack the widths; a client that a round does not know yet counts as dropped out."""
-    num_clients = max(map(len, rows), default=0)
-    stacked = np.full((len(rows), num_clients), DROPPED, np.int16)
+    stacked = np.full((len(rows), max(map(len, rows), default=0)), DROPPED, np.int16)
     for index, row in enumerate(rows):
         stacked[index, : len(row)] = row
     return stacked
@@ -240,7 +225,6 @@ def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
 def _metrics(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 ) -> dict[str, NDArray[np.float64]]:
-    """Collect the metrics that some round or the summary holds."""
     names = dict.fromkeys(name for row in (*rows, summary or {}) for name in read_metrics(row))
     return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
 
@@ -256,8 +240,6 @@ def _client_bytes(
 
 
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
-    """Collect the numbers in the rounds that have no place of their own."""
-
     def is_extra(key: str, value: Any) -> bool:
         is_known = key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
         return isinstance(value, int | float) and not is_known
@@ -278,9 +260,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _minimum(summary: Mapping[str, Any] | None) -> float | None:
-    if summary is None:
-        return None
-    loss, residual = summary.get("final_loss"), summary.get("residual")
+    loss, residual = ((summary or {}).get(name) for name in ("final_loss", "residual"))
     if not isinstance(loss, int | float) or not isinstance(residual, int | float):
         return None
     minimum = float(loss - residual)
@@ -289,19 +269,18 @@ def _minimum(summary: Mapping[str, Any] | None) -> float | None:
 
 def _share_minima(runs: Sequence[Run]) -> list[Run]:
     """Give runs that are not finished the minimum of one that differs in the recipe only."""
+
+    def problem_of(run: Run) -> str:
+        return _text({key: value for key, value in run.config.items() if key != "recipe"})
+
     known: dict[str, float] = {}
     for run in runs:
         if run.minimum is not None:
-            known.setdefault(_problem_of(run), run.minimum)
+            known.setdefault(problem_of(run), run.minimum)
     return [
-        run if run.minimum is not None else replace(run, minimum=known.get(_problem_of(run)))
+        run if run.minimum is not None else replace(run, minimum=known.get(problem_of(run)))
         for run in runs
     ]
-
-
-def _problem_of(run: Run) -> str:
-    settings = {key: value for key, value in run.config.items() if key != "recipe"}
-    return json.dumps(settings, sort_keys=True, default=str)
 
 
 COLORS = (
@@ -318,8 +297,7 @@ _LEADING = ("dataset", "partition", "model", "clients", "dropout")
 class Group:
     """Runs that differ in the seed only.
 
-    The label is the recipe and, where needed, the settings that tell the group from others. Color
-    and dash are indices; groups with the same color have different dashes.
+    The label is the recipe and the settings that tell it from others. Color and dash are indices.
     """
 
     runs: tuple[Run, ...]
@@ -355,35 +333,34 @@ def compare(runs: Iterable[Run]) -> Comparison:
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key != "seed"}
         together.setdefault(_text(settings), []).append(run)
-    members = [tuple(sorted(group, key=_seed_key)) for group in together.values()]
-    telling = telling_settings([group[0] for group in members])
-    recipes = list(dict.fromkeys(group[0].recipe for group in members))
+    firsts = [group[0] for group in together.values()]
+    telling = telling_settings(firsts)
+    recipes = list(dict.fromkeys(run.recipe for run in firsts))
     colors = assign_colors(recipes)
     dash_of: dict[object, int] = {}
     groups = []
-    for group in members:
-        values = tuple(group[0].config.get(name) for name in telling)
-        color = colors[group[0].recipe]
-        looks = (recipes.index(group[0].recipe) // len(COLORS), _text(values))
+    for first, group in zip(firsts, together.values(), strict=True):
+        own = sorted(group, key=lambda run: natural_key(f"{run.seed} {run.name}"))
+        values = tuple(first.config.get(name) for name in telling)
+        looks = (recipes.index(first.recipe) // len(COLORS), _text(values))
         dash = dash_of.setdefault(looks, len(dash_of))
-        groups.append(Group(group, _label(group[0], telling), values, color, dash))
+        label = _label(first, telling)
+        groups.append(Group(tuple(own), label, values, colors[first.recipe], dash))
     return Comparison(tuple(groups), telling)
 
 
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
     """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
-    chosen: list[str] = []
-    num_distinct = len({run.recipe for run in runs})
+    chosen = ["recipe"]
+    most = len({run.recipe for run in runs})
     for name in names:
-        if name in ("recipe", "seed"):
-            continue
-        asked = ("recipe", *chosen, name)
+        asked = (*chosen, name)
         distinct = len({_text([run.config.get(key) for key in asked]) for run in runs})
-        if distinct > num_distinct:
+        if name not in ("recipe", "seed") and distinct > most:
             chosen.append(name)
-            num_distinct = distinct
-    return tuple(chosen)
+            most = distinct
+    return tuple(chosen[1:])
 
 
 def assign_colors(recipes: Sequence[str]) -> dict[str, int]:
@@ -395,13 +372,11 @@ def assign_colors(recipes: Sequence[str]) -> dict[str, int]:
     colors: dict[str, int] = {}
     for recipe in recipes[: len(COLORS)]:
         name = recipe.partition(":")[0]
-        wanted = _RESERVED.index(name) if name in _RESERVED else None
-        if wanted is not None and wanted not in colors.values():
-            colors[recipe] = wanted
+        if name in _RESERVED and _RESERVED.index(name) not in colors.values():
+            colors[recipe] = _RESERVED.index(name)
     for position, recipe in enumerate(recipes):
-        if recipe not in colors:
-            free = [index for index in range(len(COLORS)) if index not in colors.values()]
-            colors[recipe] = free[0] if free else position % len(COLORS)
+        free = [index for index in range(len(COLORS)) if index not in colors.values()]
+        colors.setdefault(recipe, free[0] if free else position % len(COLORS))
     return {recipe: colors[recipe] for recipe in recipes}
 
 
@@ -411,11 +386,9 @@ def setting_text(value: object) -> str:
     >>> setting_text(0.5), setting_text("iid"), setting_text([[3, 1, 9]]), setting_text(None)
     ('0.5', 'iid', '[[3, 1, 9]]', '–')
     """
-    if value is None:
-        return "–"
     if isinstance(value, float):
         return f"{value:g}"
-    return value if isinstance(value, str) else _text(value)
+    return "–" if value is None else value if isinstance(value, str) else _text(value)
 
 
 def _label(run: Run, telling: Sequence[str]) -> str:
@@ -423,17 +396,11 @@ def _label(run: Run, telling: Sequence[str]) -> str:
     for name in telling:
         text = setting_text(run.config.get(name))
         if name in ("rounds", "clients"):
-            parts.append(f"{text} {name}")
-        elif name in ("dataset", "partition", "model"):
-            parts.append(text)
-        else:
-            parts.append(f"{name.replace('_', ' ')} {text}")
+            text = f"{text} {name}"
+        elif name not in ("dataset", "partition", "model"):
+            text = f"{name.replace('_', ' ')} {text}"
+        parts.append(text)
     return " · ".join(parts)
-
-
-def _seed_key(run: Run) -> tuple[bool, float, str]:
-    is_number = isinstance(run.seed, int | float)
-    return (not is_number, float(run.seed) if is_number else 0.0, run.name)  # type: ignore[arg-type]
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,6 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -25,6 +24,7 @@ import aqg
 from aqg.errors import RunError
 from aqg.report import curves
 from aqg.report import runs as grouping
+from aqg.report.curves import spread_of_known, test_title
 from aqg.report.frontier import Panel, of_runs, of_studies
 from aqg.report.runs import COLORS, Comparison, Fault, Group, Run, setting_text
 from aqg.runs.cost import BYTES
@@ -86,15 +86,13 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
 
 def _telling_extras(runs: Sequence[Run]) -> list[str]:
     """Return the extra numbers that are not zero throughout, those that change first."""
-    highest: dict[str, float] = {}
-    lowest: dict[str, float] = {}
+    found: dict[str, list[NDArray[np.float64]]] = {}
     for run in runs:
         for name, values in run.extras.items():
-            known = values[np.isfinite(values)]
-            highest[name] = max(highest.get(name, -np.inf), known.max(initial=-np.inf))
-            lowest[name] = min(lowest.get(name, np.inf), known.min(initial=np.inf))
-    names = [name for name in highest if highest[name] != 0 or lowest[name] != 0]
-    return sorted(names, key=lambda name: highest[name] == lowest[name])
+            found.setdefault(name, []).append(values[np.isfinite(values)])
+    known = {name: np.concatenate(parts) for name, parts in found.items()}
+    names = [name for name, values in known.items() if values.any()]
+    return sorted(names, key=lambda name: bool((known[name] == known[name][0]).all()))
 
 
 def _group(
@@ -103,7 +101,8 @@ def _group(
     limit = max(100, min(_MAX_POINTS, _TOTAL_POINTS // len(comparison.groups)))
     metrics = curves.metric_names(comparison.runs)
 
-    def shown(band: curves.Band | None) -> dict[str, Any] | None:
+    def shown(points: Iterable[curves.Points]) -> dict[str, Any] | None:
+        band = curves.combine(list(points))
         if band is None:
             return None
         band = curves.thin(band, limit)
@@ -111,7 +110,7 @@ def _group(
         return curve | ({"low": band.low, "high": band.high} if len(group.runs) > 1 else {})
 
     def curve(axis: str, metric: str) -> dict[str, Any] | None:
-        return shown(curves.combine([curves.run_points(run, axis, metric) for run in group.runs]))
+        return shown(curves.run_points(run, axis, metric) for run in group.runs)
 
     named = {name: name for name in curves.LOSSES} | {f"test_{name}": name for name in metrics}
     results = [curves.result_of(run) for run in group.runs]
@@ -127,27 +126,28 @@ def _group(
         "runs": [position[id(run)] for run in group.runs],
         "finished": all(result["finished"] for result in results),
         "state": _state(results),
-        "results": {name: spread([r[name] for r in results]) for name in _SPREAD}
-        | {f"test_{name}": spread([r["metrics"].get(name) for r in results]) for name in metrics},
+        "results": {name: spread_of_known(r[name] for r in results) for name in _SPREAD}
+        | {
+            f"test_{name}": spread_of_known(r["metrics"].get(name) for r in results)
+            for name in metrics
+        },
         "target": common(result["target"] for result in results),
         "reached": sum(result["target_upload_bytes"] is not None for result in results),
         "curves": {
             k: {axis: curve(axis, name) for axis in curves.AXES} for k, name in named.items()
         },
         "extras": {
-            name: shown(curves.combine([curves.extra_points(run, name) for run in group.runs]))
-            for name in extras
+            name: shown(curves.extra_points(run, name) for run in group.runs) for name in extras
         },
     }
 
 
 def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
-    """Return what a page says of a metric: its title, and how numbers are written."""
-    known, words = curves.described(name, runs), name.replace("_", " ")
+    known, title = curves.described(name, runs), test_title(name)
     return {
         "key": f"test_{name}",
-        "name": words,
-        "title": f"test {words}",
+        "name": title.removeprefix("test "),
+        "title": title,
         "format": "percent" if known.is_percent else "number",
         "better": {None: "", True: "higher", False: "lower"}[known.higher_is_better],
     }
@@ -155,14 +155,13 @@ def _metric(name: str, runs: Iterable[Run]) -> dict[str, Any]:
 
 def _state(results: Sequence[Mapping[str, Any]]) -> str:
     """Say what keeps a group's numbers from being those of complete, healthy runs."""
-    parts = []
-    for count, word in (
-        (sum(not result["finished"] for result in results), "not finished"),
-        (sum(result["diverged"] for result in results), "diverged"),
-    ):
-        if count:
-            parts.append(word if count == len(results) else f"{count} of {len(results)} {word}")
-    return ", ".join(parts)
+    total, num_diverged = len(results), sum(result["diverged"] for result in results)
+    num_left = sum(not result["finished"] for result in results)
+    return ", ".join(
+        word if count == total else f"{count} of {total} {word}"
+        for count, word in ((num_left, "not finished"), (num_diverged, "diverged"))
+        if count
+    )
 
 
 def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
@@ -194,7 +193,6 @@ def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
 def _per_client(
     totals: NDArray[np.int64] | None, edges: NDArray[np.int64]
 ) -> NDArray[np.float64] | None:
-    """Return what a client sent or received, on average over those in a row; None if unknown."""
     if totals is None or not len(totals):
         return None
     return np.add.reduceat(totals, edges[:-1]) / np.diff(edges)
@@ -208,7 +206,6 @@ def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """Count the faults of each run by what happened."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         by_text: dict[str, list[Fault]] = {}
@@ -222,13 +219,10 @@ def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
 
 def _settings(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for group in groups for name in group.runs[0].config)
     rows = []
-    for name in names:
-        if name == "seed":
-            values = [join_words([setting_text(r.seed) for r in group.runs]) for group in groups]
-        else:
-            values = [setting_text(group.runs[0].config.get(name)) for group in groups]
+    for name in dict.fromkeys(name for group in groups for name in group.runs[0].config):
+        shown = [group.runs if name == "seed" else group.runs[:1] for group in groups]
+        values = [join_words([setting_text(r.config.get(name)) for r in runs]) for runs in shown]
         rows.append({"name": name, "values": values, "differs": len(set(values)) > 1})
     return rows
 
@@ -261,14 +255,9 @@ def title(comparison: Comparison) -> str:
 def facts(comparison: Comparison) -> list[str]:
     """Return what all runs share, in a few words each."""
     runs = comparison.runs
-    words = {
-        "model": "{}",
-        "clients": "{} clients",
-        "partition": "{} split",
-        "dropout": "dropout {}",
-    }
+    words = {"model": "{}", "clients": "{} clients", "partition": "{} split"}
     shared = []
-    for name, text in words.items():
+    for name, text in (words | {"dropout": "dropout {}"}).items():
         value = common(run.config.get(name) for run in runs)
         if value != 0 and setting_text(value) not in _NAMELESS:
             shared.append(text.format(setting_text(value)))
@@ -285,32 +274,28 @@ def facts(comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison) -> str | None:
     """Say in a sentence which recipe reached the target with the fewest bytes; None without one.
 
-    Bytes are those of both directions. Only runs with the same settings and the same target are
-    compared: where there are several such sets, the sentence gives the range over all, and there is
-    none unless one recipe wins in each.
+    Only runs with the same settings are compared. Where there are several such sets, it gives the
+    range over all, and there is none unless one recipe wins in each.
     """
     results = {id(run): curves.result_of(run) for run in comparison.runs}
     sets: dict[str, dict[str, float]] = {}
     target = common(result["target"] for result in results.values())
     for group in comparison.groups:
-        found = spread([results[id(run)]["target_total_bytes"] for run in group.runs])
+        found = spread_of_known(results[id(run)]["target_total_bytes"] for run in group.runs)
         if found is not None:
             config = group.runs[0].config.items()
             others = {name: value for name, value in config if name not in ("recipe", "seed")}
             sets.setdefault(setting_text(others), {})[group.recipe] = found[0]
     if target is None or not sets:
         return None
-    best = {min(costs, key=lambda recipe: costs[recipe]) for costs in sets.values()}
-    rivals = [recipe for recipe in comparison.recipes if recipe not in best]
-    rivals = [recipe for recipe in rivals if all(recipe in costs for costs in sets.values())]
-    if len(best) > 1 or not rivals:
+    costs = list(sets.values())
+    winner, *others_win = {min(own, key=own.__getitem__) for own in costs}
+    rivals = [r for r in comparison.recipes if r != winner and all(r in own for own in costs)]
+    if others_win or not rivals or any(own[winner] <= 0 for own in costs):
         return None
-    (winner,) = best
-    if any(costs[winner] <= 0 for costs in sets.values()):
-        return None
-    rival = "gd" if "gd" in rivals else max(rivals, key=lambda r: max(c[r] for c in sets.values()))
-    spent = _range([costs[winner] for costs in sets.values()], format_bytes)
-    saving = _range([costs[rival] / costs[winner] for costs in sets.values()], "{:.3g}".format)
+    rival = "gd" if "gd" in rivals else max(rivals, key=lambda r: max(own[r] for own in costs))
+    spent = _range([own[winner] for own in costs], format_bytes)
+    saving = _range([own[rival] / own[winner] for own in costs], "{:.3g}".format)
     return (
         f"{winner} came within {target:g} of the minimum after {spent} up and down, "
         f"{saving} times less than {rival}."
@@ -320,18 +305,6 @@ def headline(comparison: Comparison) -> str | None:
 def _range(values: Sequence[float], write: Callable[[float], str]) -> str:
     low, high = write(min(values)), write(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def spread(values: Sequence[float | None]) -> list[float] | None:
-    """Return median, smallest and largest; None unless all are known.
-
-    >>> spread([1.0, 4.0, 2.0]), spread([1.0, None])
-    ([2.0, 1.0, 4.0], None)
-    """
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return [float(np.median(known)), float(min(known)), float(max(known))]
 
 
 def common(values: Iterable[Any]) -> Any:
@@ -376,10 +349,9 @@ _SCRIPTS = ("data.js", "charts.js", "activity.js", "frontier.js", "tables.js", "
 
 
 def make_page(comparison: Comparison, studies: Sequence[Panel] = ()) -> str:
-    """Return the report as one HTML text; ``studies`` are comparisons measured already.
+    """Return the report as one HTML text.
 
-    Whatever comes from run directories reaches the page as packed data, which the scripts show as
-    text only, or escaped.
+    Whatever comes from run directories reaches it as packed data, shown as text only, or escaped.
     """
     document = make_document(comparison, studies)
     document["created"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -395,45 +367,34 @@ def _read(name: str) -> str:
     return resources.files("aqg.report").joinpath(name).read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where things go: the HTML file and, if wanted, directories for PNG and CSV files."""
+def write_report(
+    directories: Sequence[Path], page: Path, png: Path | None = None, csv: Path | None = None
+) -> tuple[list[Path], int]:
+    """Write the page and, where a directory is given, pictures and tables.
 
-    html: Path
-    png: Path | None = None
-    csv: Path | None = None
-
-
-def check_outputs(outputs: Outputs) -> None:
-    if outputs.html.is_dir():
-        raise RunError(
-            f"{str(outputs.html)!r} is a directory; name a file, as in --out report.html"
-        )
-    if not outputs.html.parent.is_dir():
-        raise RunError(f"directory {str(outputs.html.parent)!r} of --out does not exist")
-    for directory in (outputs.png, outputs.csv):
+    Return the files, and how many runs were read.
+    """
+    if page.is_dir():
+        raise RunError(f"{str(page)!r} is a directory; name a file, as in --out report.html")
+    if not page.parent.is_dir():
+        raise RunError(f"directory {str(page.parent)!r} of --out does not exist")
+    for directory in (png, csv):
         if directory is not None:
             with explained(f"output directory {str(directory)!r} cannot be made"):
                 directory.mkdir(parents=True, exist_ok=True)
-
-
-def write_report(directories: Sequence[Path], outputs: Outputs) -> tuple[list[Path], int]:
-    """Write what is asked for; return the files, and how many runs were read."""
     studies = of_studies(directories)
     # What was published of a comparison has no runs beside it.
     with_runs = [path for path in directories if path not in studies or grouping.holds_runs(path)]
     comparison = grouping.compare(grouping.read_runs(with_runs))
     panels = [panel for found in studies.values() for panel in found]
-    contents = {outputs.html: make_page(comparison, panels).encode()}
-    if outputs.png is not None:
+    contents = {page: make_page(comparison, panels).encode()}
+    if png is not None:
         from aqg.report.pictures import draw_pictures  # needs matplotlib
 
-        for name, picture in draw_pictures(comparison).items():
-            contents[outputs.png / name] = picture
-    if outputs.csv is not None:
-        contents[outputs.csv / "summary.csv"] = curves.summary_csv(comparison.runs).encode()
-        contents[outputs.csv / "curves.csv"] = curves.curves_csv(comparison.runs).encode()
-        contents[outputs.csv / "clients.csv"] = curves.clients_csv(comparison.runs).encode()
+        contents |= {png / name: data for name, data in draw_pictures(comparison).items()}
+    if csv is not None:
+        for name, write in curves.TABLES.items():
+            contents[csv / name] = write(comparison.runs).encode()
     for path, content in contents.items():
         write_atomically(path, content)
     return list(contents), len(comparison.runs)

@@ -64,10 +64,16 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
     is_grid = RUNS not in document
     rows = _read_grid(document, fixed) if is_grid else _read_list(document, fixed)
     named = tuple(dict.fromkeys(key for row in rows for key in row if key != "name"))
-    configs = [
-        _resolve_one({**fixed, **{key: row[key] for key in named if key in row}}, data_dir)
-        for row in rows
-    ]
+    configs = []
+    for row in rows:
+        own = {key: row[key] for key in named if key in row}
+        config, *more = resolve({**fixed, **own}, data_dir)
+        if more:
+            recipes = json.dumps([one.recipe for one in (config, *more)])
+            raise ConfigError(
+                f"a run has 1 recipe, not {len(more) + 1}; use recipe = {recipes} in [grid]"
+            )
+        configs.append(config)
     varying = named
     if not is_grid:
         varying = tuple(k for k in named if len({repr(getattr(c, k)) for c in configs}) > 1)
@@ -78,7 +84,6 @@ def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
 
 
 def _read_grid(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of every combination."""
     grid = document.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise ConfigError("the grid file has no table [grid] with lists of values")
@@ -97,7 +102,6 @@ def _read_grid(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[di
 
 
 def _read_list(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of every run, each with a name of its own or none of them."""
     runs = document[RUNS]
     if "grid" in document:
         raise ConfigError("the file has both [grid] and [[run]]; keep one")
@@ -118,18 +122,16 @@ def _read_list(document: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[di
 def _check_keys(keys: Iterable[str]) -> None:
     for key in keys:
         if key not in SETTINGS:
-            choices = ", ".join(SETTINGS)
-            raise ConfigError(f"unknown setting {key!r}; choose from {choices}, grid")
+            raise ConfigError(f"unknown setting {key!r}; choose from {', '.join(SETTINGS)}, grid")
 
 
 def call_study(code: Code, data_dir: Path | None) -> list[dict[str, Any]]:
     """Return the settings of every run that a function of the user's own yields.
 
-    Each item is a mapping of settings as ``aqg run`` knows them, or a `RunConfig`. An item ``name``
-    becomes the name of the run's directory. The function may ask for ``data_dir`` by name, and for
-    options that follow its own name, as in ``FILE.py:FUNCTION:width=64``. It is called once: what
-    it yields is written down, so that going on with the study needs no code but that of models and
-    problems.
+    An item is a mapping of settings, or a `RunConfig`; its ``name`` becomes that of the run's
+    directory. The function may ask for ``data_dir`` by name, and for options that follow its own
+    name, as in ``FILE.py:FUNCTION:width=64``. It is called once: what it yields is written down, so
+    that going on needs no code but that of models and problems.
     """
     found = code.call(data_dir=data_dir)
     if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
@@ -175,14 +177,6 @@ def runs_to_toml(runs: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _resolve_one(settings: Mapping[str, Any], data_dir: Path | None) -> RunConfig:
-    configs = resolve(settings, data_dir)
-    if len(configs) > 1:
-        names = json.dumps([config.recipe for config in configs])
-        raise ConfigError(f"a run has 1 recipe, not {len(configs)}; use recipe = {names} in [grid]")
-    return configs[0]
-
-
 def _names(combinations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name each combination so that it can be read, fits a file system and is unique."""
     plain = ["_".join(f"{key}-{_safe(c[key])}" for key in c) for c in combinations]
@@ -223,11 +217,10 @@ def open_sweep(
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
-    grid = document.get("grid")
-    if not isinstance(grid, dict):
-        return dict(document)
-    top = {key: value for key, value in document.items() if key != "grid"}
-    return {**top, **{f"grid.{key}": value for key, value in grid.items()}}
+    top, grid = dict(document), document.get("grid")
+    if isinstance(grid, dict):
+        top |= {f"grid.{key}": value for key, value in top.pop("grid").items()}
+    return top
 
 
 def collect(
@@ -236,30 +229,27 @@ def collect(
     """Return one object per run: name, settings that vary, and results or the error."""
     rows = []
     for run in sweep.runs:
-        row: dict[str, Any] = {"name": run.name, "settings": sweep.settings_of(run)}
-        if run.name in failures:
-            row["error"] = str(failures[run.name])
-        else:
+        found: dict[str, Any] = {"error": str(failures.get(run.name))}
+        if run.name not in failures:
             summary = read_summary(directory / run.name) or {}
-            row.update((key, summary[key]) for key in summary if key not in (UPLOADS, DOWNLOADS))
-        rows.append(row)
+            found = {k: value for k, value in summary.items() if k not in (UPLOADS, DOWNLOADS)}
+        rows.append({"name": run.name, "settings": sweep.settings_of(run), **found})
     return rows
 
 
 def write_results(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     text = json.dumps({"runs": rows}, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / SUMMARY, text.encode())
-    table = records_to_csv([_flat_row(row) for row in rows])
-    write_atomically(directory / TABLE, table.encode())
+    write_atomically(directory / TABLE, records_to_csv([_flat_row(row) for row in rows]).encode())
 
 
 def _flat_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {"name": row["name"]}
-    for key, value in row["settings"].items():
-        flat[key] = json.dumps(value) if isinstance(value, tuple) else value
+    flat: dict[str, Any] = {}
     for key, value in row.items():
         if key == "target":
-            flat.update((f"target_{name}", number) for name, number in value.items())
-        elif key != "settings":
+            flat |= {f"target_{name}": number for name, number in value.items()}
+        elif key == "settings":
+            flat |= {k: json.dumps(v) if isinstance(v, tuple) else v for k, v in value.items()}
+        else:
             flat[key] = value
     return flat

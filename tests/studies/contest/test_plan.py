@@ -160,12 +160,9 @@ def test_all_seeds_for_who_is_close_and_fewer_for_who_is_far(tmp_path):
         return falling(cost, "rounds" if job.trial.recipe == "topk" else "reached")
 
     comparison = compared("auto,stc,qsgd,topk", FIXED, seeds=5, search=True)
-    jobs = run_all(ContestPlan(comparison, tmp_path), reply)
-    seeds = {recipe: set() for recipe in comparison.recipes}
-    for job in jobs:
-        seeds[job.trial.recipe].add(job.trial.seed)
-    found = {recipe: len(seen) for recipe, seen in seeds.items()}
-    assert found == {FEDAVG: 5, "auto": 5, "stc": 5, "qsgd": 3, "topk": 3}
+    made = [job.trial for job in run_all(ContestPlan(comparison, tmp_path), reply)]
+    seeds = {name: len({t.seed for t in made if t.recipe == name}) for name in comparison.recipes}
+    assert seeds == {FEDAVG: 5, "auto": 5, "stc": 5, "qsgd": 3, "topk": 3}
 
 
 def test_it_goes_on_where_it_stopped(tmp_path):
@@ -173,15 +170,12 @@ def test_it_goes_on_where_it_stopped(tmp_path):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = {job.name for job in run_all(ContestPlan(comparison, tmp_path / "whole"))}
-    stopped = ContestPlan(comparison, tmp_path / "parts")
-    done = []
+    stopped, done = ContestPlan(comparison, tmp_path / "parts"), []
     for _ in range(15):
-        job = stopped.next()
-        stopped.take(job, answer(job))
-        done.append(job.name)
-    rest = [job.name for job in run_all(ContestPlan(comparison, tmp_path / "parts"))]
-    assert len(done) + len(rest) == len(whole)
-    assert {*done, *rest} == whole
+        done.append(stopped.next())
+        stopped.take(done[-1], answer(done[-1]))
+    names = [job.name for job in done + run_all(ContestPlan(comparison, tmp_path / "parts"))]
+    assert (len(names), set(names)) == (len(whole), whole)
 
 
 @pytest.mark.parametrize("jobs", [1, 16])
@@ -207,10 +201,8 @@ def test_a_run_that_ended_before_its_record_was_written_is_not_run_again(tmp_pat
     (tmp_path / first.name).mkdir(parents=True)
     (tmp_path / first.name / SUMMARY).write_text(to_json(falling(70)))
     plan = ContestPlan(comparison, tmp_path)
-    assert plan.most_left() == 2
-    assert plan.next().trial == second.trial
+    assert (plan.most_left(), plan.next().trial, plan.most_left()) == (2, second.trial, 1)
     assert read_outcomes(tmp_path)[first.trial].upload_bytes == 7
-    assert plan.most_left() == 1
 
 
 def test_what_failed_is_not_tried_twice_and_stops_its_own_search_only(tmp_path):
@@ -288,8 +280,6 @@ def test_a_comparison_survives_its_directory(tmp_path):
     (tmp_path / "c" / "compare.json").write_text("{}")
     with pytest.raises(RunError, match=r"compare\.json' is damaged"):
         Comparison.open(tmp_path / "c")
-    with pytest.raises(RunError, match=r"is not a comparison's directory: it has no compare\.json"):
-        Comparison.open(tmp_path)
 
 
 def test_a_comparison_grows_and_has_parts():
@@ -341,16 +331,12 @@ def test_federated_averaging_may_take_our_step():
     assert pending(comparison, FEDAVG, found) == [Trial(TASK.name, FEDAVG, own, 0)]
     assert pending(comparison, "auto", found) == []
     better = [*found, outcome(FEDAVG, own, 0, 3, 0.93)]
-    assert (
-        Findings(comparison, {o.trial: o for o in better}).references[TASK.name, 0].plateau > 0.92
-    )
+    references = Findings(comparison, {o.trial: o for o in better}).references
+    assert references[TASK.name, 0].plateau > 0.92
     trials = pending(comparison, FEDAVG, better)
     assert trials == [Trial(TASK.name, FEDAVG, own, seed) for seed in (1, 2)]
     assert pending(comparison, FEDAVG, [*found, outcome(FEDAVG, own, 0, 9, 0.8)]) == []
-
-
-def test_a_better_step_of_its_own_does_not_end_the_search_of_fixed_ones():
-    """The longest fixed step tried is the best of them, so the next one is tried."""
+    # A better step of its own does not end the search of fixed ones, whose best is at the edge.
     steps = {1: 0.81, 2: 0.82, 4: 0.84, SELF_SETTING: 0.95}
     found = [
         outcome(FEDAVG, Setting(FEDAVG, multiplier=step), 0, 10 / (step or 5), top)
@@ -381,11 +367,8 @@ def test_a_run_that_ended_at_an_easier_target_is_made_anew():
 
 def test_cells_say_who_is_a_swap_in(tmp_path):
     comparison = compared("stc,qsgd,auto,eden,fedpaq", seeds=2, search=True)
-    comparison.write(tmp_path / "all", is_new=True)
-    run_all(ContestPlan(comparison, tmp_path / "all"))
-    cells = {
-        cell.recipe: cell for cell in write_results(comparison, tmp_path / "all") if cell.is_main
-    }
+    run_all(ContestPlan(comparison, tmp_path))
+    cells = {cell.recipe: cell for cell in write_results(comparison, tmp_path) if cell.is_main}
     assert set(cells) == set(comparison.recipes)
     assert cells["fedavg"].delay.value == 1
     assert cells["stc"].is_swap_in
@@ -394,11 +377,11 @@ def test_cells_say_who_is_a_swap_in(tmp_path):
     assert not cells["qsgd"].is_swap_in
     assert cells["qsgd"].delay is None or cells["qsgd"].delay.value > 1.25
     assert cells["fedpaq"].same_as == "eden"
-    text = (tmp_path / "all" / "tables.md").read_text()
+    text = (tmp_path / "tables.md").read_text()
     for part in ("the same as `eden`, to the byte", "| tried |", "| plateau |", "| **yes** |"):
         assert part in text
-    assert (tmp_path / "all" / "frontier.png").read_bytes()[:4] == b"\x89PNG"
-    tuned = json.loads((tmp_path / "all" / "tuned.json").read_text())[TASK.name]
+    assert (tmp_path / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    tuned = json.loads((tmp_path / "tuned.json").read_text())[TASK.name]
     assert Setting.from_json(tuned["stc"]) == cells["stc"].setting
 
 
@@ -428,12 +411,8 @@ def test_a_fixed_target_has_bytes_rounds_and_uploads(tmp_path, averages):
     rows = {row[0]: row for row in table.rows}
     assert list(rows) == ["`fedavg`", "`auto`", "`lean`", "`gd`"]
     assert rows["`gd`"][3] == "– (0.5)"
-    if averages:
-        assert lean.delay.value == 2
-        assert dict(overview.rows)["`auto`"] == "45×, 1.00 (1/2)"
-    else:
-        assert lean.delay is None
-        assert dict(overview.rows)["`auto`"] == "200 B"
+    assert (lean.delay and lean.delay.value) == (2 if averages else None)
+    assert dict(overview.rows)["`auto`"] == ("45×, 1.00 (1/2)" if averages else "200 B")
     assert rows["`lean`"][8] == "1.50× (one seed)"
 
 
@@ -449,7 +428,7 @@ def test_plateaus_are_compared_in_points_and_paired_by_seed():
     assert cells["stc"].plateau is None  # its runs ended at the target
     assert cells["auto"].to_json()["plateau"]["value"] == plateau.value
     overview, table = as_tables(compared("auto,stc"), list(cells.values()))
-    assert "+2.0" in next(row for row in overview.rows if "auto" in row[0])[1]
+    assert "+2.0" in dict(overview.rows)["`auto`"]
     column = table.header.index("plateau")
     assert [row[column][:4] for row in table.rows] == ["89.9", "+2.0", ""]
 

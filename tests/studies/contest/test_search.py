@@ -74,6 +74,10 @@ def test_our_step_is_tried_with_every_recipe_and_ours_has_nothing_to_set():
     assert is_ours("auto:noise=4", LOCAL)
     assert not is_ours("auto", EXACT)  # there it has a step to find
     assert {s.multiplier for s in search("auto", EXACT, lambda _: 1)[0][0]} == {2, 1, 4, 0.5}
+    # Without a search a recipe is run as it is.
+    assert default_setting("stc", EXACT) == Setting("stc")
+    assert default_setting("stc", LOCAL) == Setting("stc", multiplier=SELF_SETTING)
+    assert default_setting("signsgd", EXACT).multiplier < 0.1
 
 
 def test_steps_then_parameters_then_the_downlink_then_the_steps_beside():
@@ -130,12 +134,6 @@ def test_recipes_by_name():
         parse_recipes("lean,zip")
     with pytest.raises(ConfigError, match="'lean' is named twice in lean,gd,lean"):
         parse_recipes("lean,gd,lean")
-
-
-def test_without_a_search_a_recipe_is_run_as_it_is():
-    assert default_setting("stc", EXACT) == Setting("stc")
-    assert default_setting("stc", LOCAL) == Setting("stc", multiplier=SELF_SETTING)
-    assert default_setting("signsgd", EXACT).multiplier < 0.1
 
 
 def test_settings_survive_a_file_and_those_of_the_package_can_be_run(tmp_path):

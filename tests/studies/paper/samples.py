@@ -3,7 +3,8 @@
 from dataclasses import asdict
 
 from aqg.runs.cost import Cost
-from aqg.studies.paper.outcomes import Curve, Outcome, Results
+from aqg.runs.stopping import Trace
+from aqg.studies.paper.outcomes import Outcome, Results
 from aqg.studies.paper.plan import FULL
 
 START = Cost(0, 0, 0, 0)
@@ -35,7 +36,7 @@ def make_outcome(**changes):
 
 
 def make_results(outcomes, **about):
-    curves = {o.name: Curve((START, o.total), (o.start_loss, o.final_loss)) for o in outcomes}
+    curves = {o.name: Trace((START, o.total), (o.start_loss, o.final_loss), ()) for o in outcomes}
     return Results(tuple(outcomes), curves, asdict(FULL) | {"notes": ()} | about)
 
 

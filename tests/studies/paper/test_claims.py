@@ -22,48 +22,42 @@ def tables_of(results):
     return {table.name: table for table in all_tables(results)}
 
 
-@pytest.mark.parametrize(
-    ("bits", "away", "expected"),
-    [
-        ([900] * 4, 0, REPRODUCES),
-        ([900, 900, 900, None], 0, IN_PART),
-        ([None] * 4, 0, DOES_NOT),
-        ([None] * 4, 4, DOES_NOT),
-    ],
-)
-def test_stable_at_high_rates(bits, away, expected):
-    runs = [dropout_run("aqg-2", seed, b, away=seed < away) for seed, b in enumerate(bits)]
-    one = verdict(make_results(runs), "converges stably", "IID, p = 0.9")
-    assert one.verdict == expected
-    arrived = sum(b is not None for b in bits)
-    assert f"{arrived} of 4 seeds stay within 0.001" in one.evidence
-    assert f"{away} end above their first loss" in one.evidence
+def high(recipe, bits, away=0):
+    return [dropout_run(recipe, seed, b, away=seed < away) for seed, b in enumerate(bits)]
 
 
-@pytest.mark.parametrize(("away", "expected"), [(3, REPRODUCES), (2, IN_PART), (0, DOES_NOT)])
-def test_augmented_fails_only_where_it_runs_away(away, expected):
-    runs = [
-        dropout_run("aqg-augmented", s, None if s < away else 800, away=s < away) for s in range(3)
-    ]
-    assert verdict(make_results(runs), "fails above", "IID, p = 0.9").verdict == expected
+def moderate(ours, laq):
+    both = {"aqg-2": ours, "laq": laq}.items()
+    return [dropout_run(r, seed, b, 0.5) for r, bits in both for seed, b in enumerate(bits)]
 
 
 @pytest.mark.parametrize(
-    ("ours", "laq", "expected"),
+    ("claim", "runs", "expected"),
     [
-        ([500, 600, 700], [800, 800, 800], REPRODUCES),
-        ([500, 900, 700], [800, 800, 800], IN_PART),
-        ([900, 900, 900], [800, 800, 800], DOES_NOT),
-        ([500, 600, 700], [800, None, None], IN_PART),
-        ([500, 600, 700], [None, None, None], UNDECIDED),
-        ([None, None, None], [800, 800, None], DOES_NOT),
+        ("converges stably", high("aqg-2", [900] * 4), REPRODUCES),
+        ("converges stably", high("aqg-2", [900, 900, 900, None]), IN_PART),
+        ("converges stably", high("aqg-2", [None] * 4), DOES_NOT),
+        ("fails above", high("aqg-augmented", [None] * 3, away=3), REPRODUCES),
+        ("fails above", high("aqg-augmented", [None, None, 800], away=2), IN_PART),
+        ("fails above", high("aqg-augmented", [800] * 3), DOES_NOT),
+        ("fewer bits than LAQ", moderate([500, 600, 700], [800, 800, 800]), REPRODUCES),
+        ("fewer bits than LAQ", moderate([500, 900, 700], [800, 800, 800]), IN_PART),
+        ("fewer bits than LAQ", moderate([900, 900, 900], [800, 800, 800]), DOES_NOT),
+        ("fewer bits than LAQ", moderate([500, 600, 700], [800, None, None]), IN_PART),
+        ("fewer bits than LAQ", moderate([500, 600, 700], [None, None, None]), UNDECIDED),
+        ("fewer bits than LAQ", moderate([None, None, None], [800, 800, None]), DOES_NOT),
     ],
 )
-def test_fewer_bits_with_dropouts(ours, laq, expected):
-    runs = [dropout_run("aqg-2", seed, bits, 0.5) for seed, bits in enumerate(ours)]
-    runs += [dropout_run("laq", seed, bits, 0.5) for seed, bits in enumerate(laq)]
-    one = verdict(make_results(runs), "fewer bits than LAQ", "IID, p = 0.5")
-    assert one.verdict == expected
+def test_claims_with_dropouts(claim, runs, expected):
+    setting = f"IID, p = {runs[0].dropout:g}"
+    assert verdict(make_results(runs), claim, setting).verdict == expected
+
+
+def test_the_evidence_of_a_claim_counts_its_seeds():
+    one = verdict(make_results(high("aqg-2", [None] * 4, away=4)), "converges", "IID, p = 0.9")
+    assert one.verdict == DOES_NOT
+    assert "0 of 4 seeds stay within 0.001" in one.evidence
+    assert "4 end above their first loss" in one.evidence
 
 
 def test_savings_count_only_seeds_that_converge():

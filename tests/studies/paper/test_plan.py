@@ -41,37 +41,30 @@ def test_every_row_of_table_two_is_run(scale):
 
 
 def test_the_full_plan_has_the_papers_settings():
-    plan = make_plan(FULL, device="cuda")
-    softmax = [p.run.config for p in plan if p.section == "softmax"]
-    assert {(c.rounds, c.alpha, c.bits, c.clients, c.dtype) for c in softmax} == {
-        (4000, 0.02, 4, 10, "float64")
-    }
-    assert min(Counter((c.partition, c.recipe) for c in softmax).values()) >= 5
-    logistic = [p.run.config for p in plan if p.section == "logistic"]
+    plan, by_section = make_plan(FULL, device="cuda"), {}
+    for one in plan:
+        by_section.setdefault(one.section, []).append(one.run.config)
+
+    def fewest(section, *names):
+        counts = Counter(tuple(getattr(c, name) for name in names) for c in by_section[section])
+        return min(counts.values()), set(counts)
+
+    softmax, dropouts, logistic = (by_section[s] for s in ("softmax", "dropouts", "logistic"))
+    lengths = {(c.rounds, c.alpha, c.bits, c.clients, c.dtype) for c in softmax}
+    assert lengths == {(4000, 0.02, 4, 10, "float64")}
+    assert fewest("softmax", "partition", "recipe")[0] >= 5
     assert {(c.rounds, c.clients, c.device) for c in logistic} == {(500, 18, "cpu")}
     assert {("mean", 0.008), ("sum", 0.008)} < {(c.scaling, c.alpha) for c in logistic}
-    counts = Counter((c.partition, c.recipe, c.scaling, c.alpha) for c in logistic)
-    assert min(counts.values()) >= 10
-
-
-def test_dropouts_are_as_long_and_as_many_as_the_papers():
-    runs = [p.run.config for p in make_plan(FULL, device="cuda") if p.section == "dropouts"]
-    assert {(c.rounds, c.dtype, c.alpha, c.device) for c in runs} == {
-        (4000, "float64", 0.02, "cuda")
-    }
-    seeds = Counter((c.partition, c.dropout, c.recipe) for c in runs)
-    assert {key[:2] for key in seeds} == {
-        (partition, rate) for partition in ("iid", "label") for rate in (0.2, 0.5, 0.7, 0.8, 0.9)
-    }
-    assert min(seeds.values()) >= 10
-
-
-def test_perturbed_runs_have_one_on_the_data_itself():
-    plan = make_plan(FULL, sections=("rounding",))
-    draws = Counter(key_of(one.run.config)[:3] for one in plan)
+    assert fewest("logistic", "partition", "recipe", "scaling", "alpha")[0] >= 10
+    lengths = {(c.rounds, c.dtype, c.alpha, c.device) for c in dropouts}
+    assert lengths == {(4000, "float64", 0.02, "cuda")}
+    assert fewest("dropouts", "partition", "dropout", "recipe")[0] >= 10
+    rates = {(p, rate) for p in ("iid", "label") for rate in (0.2, 0.5, 0.7, 0.8, 0.9)}
+    assert fewest("dropouts", "partition", "dropout")[1] == rates
+    # Of the runs on perturbed data, one is on the data itself.
+    draws = Counter(key_of(config)[:3] for config in by_section["rounding"])
     assert set(draws.values()) == {FULL.perturbations + 1}
-    assert {one.run.config.seed for one in plan} == {0}
-    assert len({one.run.name for one in plan}) == len(plan)
+    assert {config.seed for config in by_section["rounding"]} == {0}
 
 
 def test_parts_can_be_chosen():

@@ -12,16 +12,17 @@ from rich.console import Console
 from tools.document import refresh
 
 from aqg.cli.app import run_app
-from aqg.cli.studies import Where, run_plan, show_results
+from aqg.cli.options import StudyOptions
+from aqg.cli.studies import run_plan, show_results
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, Cost
 from aqg.runs.plan import unfinished
+from aqg.runs.stopping import Trace
 from aqg.studies.paper.outcomes import (
     CURVES,
     META,
     RESIDUALS,
     RUNS,
-    Curve,
     Results,
     adopt_devices,
     count_runs,
@@ -180,8 +181,11 @@ SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_
 @pytest.mark.soak
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
-    console = Console(file=io.StringIO(), width=200)
-    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
+    console, options = (
+        Console(file=io.StringIO(), width=200),
+        StudyOptions(jobs=2, data_dir=data_dir),
+    )
+    assert run_plan(console, options, plan, tmp_path) == 0
     results = keep_results(plan, SMALL, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         *(RUNS, CURVES, META, "tables.md", "figures", "runs")
@@ -201,7 +205,7 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     assert read.outcomes == results.outcomes
     assert read.select(recipe="lean") == results.select(recipe="lean")
 
-    assert run_plan(console, plan, tmp_path, Where(2, data_dir=data_dir)) == 0
+    assert run_plan(console, options, plan, tmp_path) == 0
     show_results(console, read)
     shown = console.file.getvalue()
     assert "14 runs, 0 finished before" in shown
@@ -292,7 +296,7 @@ def test_pictures(stored):
 
 def test_a_run_that_diverged_leaves_the_picture():
     costs = (Cost(0, 0, 0, 0), Cost(10, 5, 10, 9))
-    curves = {"a": Curve(costs, (2.5, 0.6)), "b": Curve(costs, (2.5, math.inf))}
+    curves = {"a": Trace(costs, (2.5, 0.6), ()), "b": Trace(costs, (2.5, math.inf), ())}
     runs = [make_outcome(name="a", final_loss=0.6), make_outcome(name="b", final_loss=math.inf)]
     band = band_of(Results(tuple(runs), curves, {}), runs, "uploads")
     assert band.x.tolist() == [0, 5]

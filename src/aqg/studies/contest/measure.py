@@ -100,7 +100,6 @@ class Curve:
         return len(self.values) - 1
 
     def test_after(self, rounds: int) -> float | None:
-        """Return the first test accuracy that was measured after so many rounds or more."""
         return next((value for at, value in self.tests if at >= rounds), None)
 
     def reach(self, goal: Target) -> Crossing | None:
@@ -151,16 +150,12 @@ def points_above(kind: Kind, plateau: float, reference: float) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """Federated averaging on one task and seed: what others are measured against.
-
-    Bytes beyond the ceiling are of no interest: those of a run to the last round or, where the
-    target is fixed, some times those that reach it.
-    """
+    """Federated averaging on one task and seed: what others are measured against."""
 
     plateau: float | None  # of its best run; None where the target is fixed
     targets: Mapping[str, Target]
     crossings: Mapping[str, Crossing]  # of the run that reaches it in the fewest rounds
-    ceiling: float
+    ceiling: float  # more bytes than so many are of no interest
 
     @property
     def hardest(self) -> Target:
@@ -178,10 +173,9 @@ class Reference:
 
 
 def make_reference(goal: Goal, curves: Iterable[Curve]) -> Reference | None:
-    """Return the reference that federated averaging's runs of one seed make.
+    """Return what federated averaging's runs of one seed make.
 
-    None where the goal is its plateau and no run came to its last round, or none reaches the
-    target that counts.
+    None where the goal is its plateau and no run came to its last round, or reached the target.
     """
     curves = list(curves)
     plateau = None
@@ -207,11 +201,7 @@ def make_reference(goal: Goal, curves: Iterable[Curve]) -> Reference | None:
 
 @dataclass(frozen=True)
 class Score:
-    """One run against federated averaging's of the same seed, for one target.
-
-    ``savings`` are federated averaging's bytes over these, ``delay`` the rounds over its; both None
-    where it does not reach the target.
-    """
+    """One run for one target, beside federated averaging's of the same seed if that reaches it."""
 
     cost: int
     savings: float | None
@@ -221,10 +211,7 @@ class Score:
 
 
 def score(curve: Curve, reference: Reference, name: str) -> Score | None:
-    """Return what a run is worth; None if it does not reach the target.
-
-    Or if federated averaging does not, whose plateau it comes from.
-    """
+    """Return what a run is worth; None if it, or the plateau's own recipe, misses the target."""
     theirs = reference.crossings.get(name)
     ours = curve.reach(reference.targets[name])
     if ours is None or (theirs is None and name != FIXED):
@@ -290,13 +277,15 @@ def arithmetic_mean(values: Sequence[float]) -> Mean:
     return Mean(center, center - margin, center + margin)
 
 
-def geometric_mean(values: Sequence[float]) -> Mean:
+def geometric_mean(values: Sequence[float]) -> Mean | None:
     """Return the geometric mean of positive numbers, with Student's interval of the logarithms.
 
     >>> mean = geometric_mean([1.0, 4.0, 2.0])
     >>> round(mean.value, 6), round(mean.low, 3), round(mean.high, 2)
     (2.0, 0.357, 11.19)
     """
+    if not values:
+        return None
     mean = arithmetic_mean([math.log(value) for value in values])
     low, high = (end if end is None else math.exp(end) for end in (mean.low, mean.high))
     return Mean(math.exp(mean.value), low, high)

@@ -37,7 +37,7 @@ from aqg.runs.stopping import Target
 from aqg.studies.contest import search
 from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
 from aqg.studies.contest.search import FEDAVG, SEARCH_SEED, Setting, Tuned, is_ours, parse_recipes
-from aqg.studies.contest.tasks import Task, from_row, in_order, parse_tasks, select_tasks, to_row
+from aqg.studies.contest.tasks import Task, from_row, in_order, select_tasks, to_row
 
 PLAN = "compare.json"
 TRIALS = "trials.jsonl"
@@ -70,23 +70,13 @@ class Comparison:
         for recipe in self.recipes:
             yield from ((recipe, task) for task in self.tasks if search.applies(recipe, task))
 
-    def parse_tasks(self, text: str) -> tuple[Task, ...]:
-        """Return the tasks that ``--task`` names, which may be the user's own."""
-        own = {task.name: task for task in self.tasks if task.is_own}
-        names = [name.strip() for name in text.split(",")]
-        ours = [name for name in names if name not in own]
-        chosen = parse_tasks(",".join(ours)) if ours else ()
-        return (*chosen, *(own[name] for name in names if name in own))
-
     def extended(
         self, tasks: Sequence[Task], recipes: Sequence[str], seeds: int | None
     ) -> Comparison:
-        return replace(
-            self,
-            tasks=in_order((*self.tasks, *tasks)),
-            recipes=parse_recipes(",".join(dict.fromkeys((*self.recipes, *recipes)))),
-            seeds=self.seeds if seeds is None else seeds,
-        )
+        names = ",".join(dict.fromkeys((*self.recipes, *recipes)))
+        seeds = self.seeds if seeds is None else seeds
+        tasks = in_order((*self.tasks, *tasks))
+        return replace(self, tasks=tasks, recipes=parse_recipes(names), seeds=seeds)
 
     def narrowed(self, tasks: Sequence[Task], recipes: Sequence[str]) -> Comparison:
         """Return the part with these tasks and recipes; none given means all of them."""
@@ -97,9 +87,7 @@ class Comparison:
         )
 
     def write(self, directory: Path, *, is_new: bool = False) -> None:
-        row: dict[str, Any] = vars(self) | {
-            "tasks": [task.name for task in self.tasks if not task.is_own]
-        }
+        row: dict[str, Any] = vars(self) | {"tasks": [t.name for t in self.tasks if not t.is_own]}
         if own := [to_row(task) for task in self.tasks if task.is_own]:
             row["own"] = own
         if is_new:
@@ -198,11 +186,7 @@ def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
 
 
 class Findings:
-    """What is known of a comparison from its outcomes.
-
-    ``by_pair`` holds outcomes by recipe and task, ``references`` federated averaging's by task and
-    seed: where its plateau is the goal, those whose runs are finished.
-    """
+    """Outcomes by recipe and task, and federated averaging's references by task and seed."""
 
     def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
         self._seeds = range(comparison.seeds)
@@ -223,54 +207,55 @@ class Findings:
 
     def _refer(self, task: Task) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
-        own = self.by_pair.get((FEDAVG, task.name), {})
         is_fixed = task.goal.target is not None
-        for seed in self._seeds:
-            self._measure(task, seed, [])
-        if not is_fixed and self._pending_fixed(task)[0]:
-            return
-        chosen = self.fedavg_settings(task)
-        for seed in self._seeds:
-            if all(Trial(task.name, FEDAVG, setting, seed) in own for setting in chosen):
-                mine = {t.setting: o.curve for t, o in own.items() if t.seed == seed}
-                self._measure(task, seed, [mine[s] for s in mine if not is_fixed or s in chosen])
+        curves: dict[int, list[Curve]] = {seed: [] for seed in self._seeds}
+        self._measure(task, curves)
+        if is_fixed or not self._pending_fixed(task)[0]:
+            own, chosen = self._averaging(task), self.fedavg_settings(task)
+            for trial, outcome in own.items():
+                is_over = all(replace(trial, setting=setting) in own for setting in chosen)
+                if is_over and trial.seed in curves and (not is_fixed or trial.setting in chosen):
+                    curves[trial.seed].append(outcome.curve)
+            self._measure(task, curves)
 
-    def _measure(self, task: Task, seed: int, curves: Sequence[Curve]) -> None:
-        self.references.pop((task.name, seed), None)
-        if (found := make_reference(task.goal, curves)) is not None:
-            self.references[task.name, seed] = found
+    def _measure(self, task: Task, curves: Mapping[int, Sequence[Curve]]) -> None:
+        for seed, own in curves.items():
+            self.references.pop((task.name, seed), None)
+            if (found := make_reference(task.goal, own)) is not None:
+                self.references[task.name, seed] = found
+
+    def _averaging(self, task: Task) -> Mapping[Trial, Outcome]:
+        return self.by_pair.get((FEDAVG, task.name), {})
 
     def _searched_curves(self, task: Task) -> dict[Setting, Curve]:
-        own = self.by_pair.get((FEDAVG, task.name), {}).items()
+        own = self._averaging(task).items()
         return {trial.setting: o.curve for trial, o in own if trial.seed == SEARCH_SEED}
 
     def counted(self, recipe: str, task: Task) -> dict[Trial, Outcome]:
-        """Return the outcomes that count: not those that ended at an easier target than today's."""
+        """Leave out runs that ended at an easier target than today's."""
         own = self.by_pair.get((recipe, task.name), {})
         if recipe == FEDAVG or task.goal.target is not None:
             return own
-        found = {}
-        for trial, outcome in own.items():
-            reference = self.references.get((task.name, trial.seed))
-            if reference is None or not outcome.is_cut(reference.targets[task.goal.name]):
-                found[trial] = outcome
-        return found
+        known = {trial: self.references.get((task.name, trial.seed)) for trial in own}
+        return {
+            trial: own[trial]
+            for trial, reference in known.items()
+            if reference is None or not own[trial].is_cut(reference.targets[task.goal.name])
+        }
 
     def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
         goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
         if reference is None and recipe != FEDAVG:
             return {}
-        found = {}
-        for trial, outcome in self.counted(recipe, task).items():
-            if trial.seed == SEARCH_SEED:
-                if trial not in self._ranks:
-                    self._ranks[trial] = (
-                        rank_of_fedavg(goal, outcome.curve)
-                        if reference is None or (recipe == FEDAVG and goal.target is None)
-                        else rank(goal, outcome.curve, reference)
-                    )
-                found[trial.setting] = self._ranks[trial]
-        return found
+        own = [o for t, o in self.counted(recipe, task).items() if t.seed == SEARCH_SEED]
+        for outcome in own:
+            if outcome.trial not in self._ranks:
+                self._ranks[outcome.trial] = (
+                    rank_of_fedavg(goal, outcome.curve)
+                    if reference is None or (recipe == FEDAVG and goal.target is None)
+                    else rank(goal, outcome.curve, reference)
+                )
+        return {outcome.trial.setting: self._ranks[outcome.trial] for outcome in own}
 
     def best(self, recipe: str, task: Task, with_former: bool = True) -> Setting | None:
         """Return the best setting tried on seed 0; ``with_former`` one that cannot be run now."""
@@ -280,21 +265,13 @@ class Findings:
         return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
 
     def pending_fedavg(self, task: Task) -> tuple[list[Setting], int]:
-        """Return what the search for federated averaging's plateau needs next.
-
-        And about how many may follow. The step that sets itself is one of them.
-        """
+        """Return what the search for its plateau needs next, and about how many may follow."""
         settings, later = self._pending_fixed(task)
         adaptive = Setting(FEDAVG, multiplier=search.SELF_SETTING)
-        is_tried = adaptive in self._searched_curves(task)
-        return [*settings, *([] if is_tried else [adaptive])], later
+        return [*settings, *({adaptive} - self._searched_curves(task).keys())], later
 
     def _pending_fixed(self, task: Task) -> tuple[list[Setting], int]:
-        """Return what the search of its fixed steps needs next.
-
-        It goes on where the best plateau is at the edge of the steps that were tried, and where the
-        step that reaches the target first is.
-        """
+        """Search on where the best plateau is at the edge, or what reaches the target first."""
         settings, later = search.pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
         first = None if settings else self._first_to_reach(task, fixed_only=True)
         if first is None:
@@ -310,17 +287,12 @@ class Findings:
             return None
         target = found.targets[task.goal.name]
         if fixed_only:
-            curves = {
-                s: curve for s, curve in curves.items() if s.multiplier != search.SELF_SETTING
-            }
+            curves.pop(Setting(FEDAVG, multiplier=search.SELF_SETTING), None)
         reached = {s: at for s, curve in curves.items() if (at := curve.reach(target)) is not None}
         return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
 
     def fedavg_settings(self, task: Task) -> list[Setting]:
-        """Return federated averaging's settings for all seeds, after its search.
-
-        These are the best one and, where its plateau is the goal, the one that reaches it first.
-        """
+        """Return the best one and, where its plateau is the goal, the one that reaches it first."""
         chosen = [self.best(FEDAVG, task)]
         if task.goal.target is None:
             chosen.append(self._first_to_reach(task))
@@ -386,9 +358,8 @@ def make_config(
 ) -> RunConfig:
     """Return the config of a trial's run.
 
-    ``target`` is made from federated averaging's, and ends the run; None where the task has one of
-    its own, and for runs that go to the last round. ``downlink`` is for settings that name none,
-    ``device`` for the larger tasks.
+    ``target``, made from federated averaging's, ends the run; None where the task has one of its
+    own, and to go to the last round. ``downlink`` is for settings that name none.
     """
     config = task.config if target is None else task.with_target(target)
     setting = trial.setting
@@ -405,9 +376,8 @@ def make_config(
 class ContestPlan(StudyPlan[TrialJob]):
     """Hands out the runs of a comparison, and writes their outcomes and the targets down.
 
-    The lock of the directory is held. ``tuned`` are settings that a search found before, for a
-    comparison without one. Trials in ``failures`` are not handed out again, and a search that needs
-    one of them does not go on.
+    The lock of the directory is held. ``tuned`` are settings for a comparison without a search. A
+    trial that failed is not handed out again, and a search that needs it does not go on.
     """
 
     def __init__(
@@ -418,10 +388,8 @@ class ContestPlan(StudyPlan[TrialJob]):
         device: str = "cpu",
     ) -> None:
         super().__init__()
-        self._comparison = comparison
-        self._directory = directory
-        self._tuned = tuned or {}
-        self._device = device
+        self._comparison, self._directory = comparison, directory
+        self._tuned, self._device = tuned or {}, device
         self._records = Records(directory / TRIALS)
         self._outcomes = read_outcomes(directory)
         self._findings = Findings(comparison, self._outcomes)
@@ -478,10 +446,7 @@ class ContestPlan(StudyPlan[TrialJob]):
         return len(left) + num_later
 
     def _job(self, trial: Trial) -> TrialJob:
-        """Return a trial's run, which ends at the hardest target and the reference's ceiling.
-
-        Federated averaging itself is not stopped so, and neither is ours.
-        """
+        """End it at the hardest target and the ceiling, but not averaging itself, and ours."""
         task, target, ceiling = self._task_of(trial), None, math.inf
         reference = self._findings.references.get((trial.task, trial.seed))
         if reference is not None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
@@ -494,8 +459,8 @@ class ContestPlan(StudyPlan[TrialJob]):
         return next(task for task in self._comparison.tasks if task.name == trial.task)
 
     def _next_trial(self) -> Trial | None:
-        pending = (t for pair in self._comparison.pairs() for t in self._pending(*pair)[0])
         busy = self._under_way.keys() | self._failed
+        pending = (t for pair in self._comparison.pairs() for t in self._pending(*pair)[0])
         return next((trial for trial in pending if trial not in busy), None)
 
     def _pending(self, recipe: str, task: Task) -> tuple[list[Trial], int]:
@@ -525,8 +490,7 @@ def write_targets(directory: Path, findings: Findings) -> None:
 def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -> int:
     """Drop all runs of these recipes on these tasks, and return how many there were.
 
-    Where federated averaging is among the recipes and its plateau the goal, runs of all recipes are
-    dropped: their targets are.
+    With federated averaging's, where its plateau is the goal, go those of all recipes.
     """
     stored = read_outcomes(directory)
     whole = {task.name for task in tasks if FEDAVG in recipes and task.goal.target is None}
@@ -534,8 +498,7 @@ def forget(directory: Path, recipes: Collection[str], tasks: Collection[Task]) -
     kept = [t for t in stored if t.task not in whole and (t.recipe, t.task) not in pairs]
     if len(kept) < len(stored):
         Records(directory / TRIALS).replace([stored[trial].to_json() for trial in kept])
-    for name in whole:
-        shutil.rmtree(directory / safe(name), ignore_errors=True)
-    for recipe, name in pairs:
-        shutil.rmtree(directory / safe(name) / safe(recipe), ignore_errors=True)
+    gone = [directory / safe(name) for name in whole]
+    for path in (*gone, *(directory / safe(name) / safe(recipe) for recipe, name in pairs)):
+        shutil.rmtree(path, ignore_errors=True)
     return len(stored) - len(kept)

@@ -46,16 +46,12 @@ Point: TypeAlias = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe with its parameters and step size fixed.
-
-    ``multiplier`` is of the task's step size, or `SELF_SETTING` where the server sets it; the
-    downlink ``"auto"`` is what the comparison says.
-    """
+    """A recipe with its parameters and its step, a multiple of the task's or `SELF_SETTING`."""
 
     spec: str
     bits: int = 4
     multiplier: float = 1.0
-    downlink: str = AUTO
+    downlink: str = AUTO  # what the comparison says
 
     def __str__(self) -> str:
         text = self.spec if self.bits == 4 else f"{self.spec}, {self.bits} bits"
@@ -83,9 +79,7 @@ def read_grid() -> dict[str, Any]:
 
 
 def parse_recipes(text: str | None) -> tuple[str, ...]:
-    """Return recipes in the order of the search, federated averaging first.
-
-    Those named, ``all``, or a choice without names.
+    """Return recipes in the order of the search: federated averaging first, and a choice for None.
 
     >>> parse_recipes("gd,lean:xi=3,stc")
     ('fedavg', 'stc', 'gd', 'lean:xi=3')
@@ -122,7 +116,7 @@ def is_ours(recipe: str, task: Task) -> bool:
 class Ladder:
     """One axis of a search: ``values`` that may be tried, increasing, and likely ones, ``first``.
 
-    One of these that is not among the values has no neighbors, such as a step that sets itself.
+    A likely one that is not among the values has no neighbors, such as a step that sets itself.
     """
 
     name: str
@@ -225,10 +219,7 @@ def make_setting(recipe: str, ladders: Sequence[Ladder], point: Point) -> Settin
 
 
 def default_setting(recipe: str, task: Task) -> Setting:
-    """Return what is run without a search: the recipe as it is, and the step that sets itself.
-
-    Where a recipe does not come with such a step, it is that of the task.
-    """
+    """Return a recipe as it is, with the step that sets itself or, without one, the task's."""
     if _sets_its_step(recipe, task.config):
         return Setting(recipe, multiplier=SELF_SETTING)
     return Setting(recipe, multiplier=_parameters(recipe, task).get("factor", [1.0])[0])
@@ -239,9 +230,8 @@ def pending_settings(
 ) -> tuple[list[Setting], int]:
     """Return what a search needs next, and about how many settings may follow.
 
-    ``tried`` holds the rank of every setting that was tried on seed 0. Where federated averaging's
-    plateau is the goal, its search is that of its fixed steps; the step that sets itself is tried
-    in any case (`aqg.studies.contest.plan.Findings.pending_fedavg`).
+    ``tried`` holds the rank of each one tried on seed 0. Where federated averaging's plateau is the
+    goal, its search is that of its fixed steps (`plan.Findings.pending_fedavg`).
     """
     if is_ours(recipe, task):
         setting = default_setting(recipe, task)

@@ -17,7 +17,7 @@ A comparison's directory holds
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,8 @@ class Cell:
         return self.delay.value <= measure.MOST_DELAY
 
     def to_json(self) -> dict[str, Any]:
-        names = ("cost", "savings", "delay", "plateau", "versus")
-        means = {name: getattr(self, name) for name in names}
-        row = {key: value for key, value in vars(self).items() if key != "setting"}
-        row |= {name: None if mean is None else vars(mean) for name, mean in means.items()}
+        row = asdict(self)
+        del row["setting"]
         return {**self.setting.to_json(), **row, "is_swap_in": self.is_swap_in}
 
 
@@ -97,11 +95,14 @@ def make_cells(
             tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
             left, later = plan.pending_trials(comparison, recipe, task, findings, tuned)
             tried = findings.by_pair[recipe, task.name]
-            about: dict[str, Any] = {"is_partial": bool(left or later)}
-            about["same_as"] = None if same == recipe else same
-            about["num_settings"] = len({t.setting for t in tried if t.seed == SEARCH_SEED})
-            made = (_make_cell(task, name, runs, ours, findings) for name in task.goal.names)
-            cells += [replace(cell, **about) for cell in made]
+            about = {
+                "is_partial": bool(left or later),
+                "same_as": None if same == recipe else same,
+                "num_settings": len({t.setting for t in tried if t.seed == SEARCH_SEED}),
+            }
+            cells += [
+                _make_cell(task, name, runs, ours, findings, about) for name in task.goal.names
+            ]
     return cells
 
 
@@ -119,10 +120,7 @@ def _runs(recipe: str, task: Task, findings: plan.Findings) -> list[plan.Outcome
 def _scores(
     task: Task, name: str, runs: Sequence[plan.Outcome], findings: plan.Findings
 ) -> dict[int, measure.Score | None]:
-    """Return each seed's score, None where it does not reach the target.
-
-    Seeds without a target are left out, and runs that ended at an easier one.
-    """
+    """Return each seed's score, None where it misses the target; not runs to an easier one."""
     found = {}
     for outcome in runs:
         seed = outcome.trial.seed
@@ -144,6 +142,7 @@ def _make_cell(
     runs: Sequence[plan.Outcome],
     ours: Sequence[plan.Outcome],
     findings: plan.Findings,
+    about: Mapping[str, Any],
 ) -> Cell:
     recipe, goal = runs[0].trial.recipe, task.goal
     found = _scores(task, name, runs, findings)
@@ -159,19 +158,20 @@ def _make_cell(
     ratios = [a.cost / b.cost for a, b in pairs if a is not None and b is not None]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
-    about = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
+    what = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
     return Cell(
-        *about,
-        cost=_middle(known("cost")),
-        savings=_middle(known("savings")),
-        delay=_middle(known("delay")),
+        *what,
+        cost=measure.geometric_mean(known("cost")),
+        savings=measure.geometric_mean(known("savings")),
+        delay=measure.geometric_mean(known("delay")),
         test=_mean(known("test")),
+        rounds=_mean(known("rounds")),
         best_value=min(values, key=lambda value: goal.sign * value, default=None),
         level=level,
-        rounds=_mean(known("rounds")),
         upload_bytes=_mean([size for size in uploads if size is not None]),
         plateau=plateau,
-        versus=_middle(ratios) if recipe not in (FEDAVG, OURS) else None,
+        versus=measure.geometric_mean(ratios) if recipe not in (FEDAVG, OURS) else None,
+        **about,
     )
 
 
@@ -179,16 +179,12 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _middle(values: Sequence[float]) -> measure.Mean | None:
-    return measure.geometric_mean(values) if values else None
-
-
 def _plateau(
     task: Task, runs: Sequence[plan.Outcome], findings: plan.Findings
 ) -> tuple[float | None, measure.Mean | None]:
-    """Return the mean plateau, and how many points it is above federated averaging's.
+    """Return the mean plateau, and its points above federated averaging's, paired by seed.
 
-    The latter is that of its best step, seed by seed. Nothing where a run ended earlier.
+    Nothing where a run ended earlier.
     """
     references = [findings.references[task.name, o.trial.seed].plateau for o in runs]
     known = [plateau for plateau in references if plateau is not None]
@@ -199,17 +195,12 @@ def _plateau(
     plateaus = [measure.plateau_of(o.curve, task.goal.num_rounds) for o in runs]
     if any(math.isnan(plateau) for plateau in plateaus):
         return None, None
-    pairs = zip(plateaus, known, strict=True)
-    return _mean(plateaus), measure.arithmetic_mean(
-        [measure.points_above(task.goal.kind, *p) for p in pairs]
-    )
+    above = [measure.points_above(task.goal.kind, *p) for p in zip(plateaus, known, strict=True)]
+    return _mean(plateaus), measure.arithmetic_mean(above)
 
 
 def _order(cell: Cell) -> tuple[int, float]:
-    """Sort federated averaging first, then swap-ins by cost, others by delay, then the rest.
-
-    Where the target is fixed, all that reach it come by their cost.
-    """
+    """Sort federated averaging first, then swap-ins by cost, others by delay, then the rest."""
     if cell.recipe == FEDAVG:
         return 0, 0.0
     if cell.cost is None:
@@ -239,10 +230,6 @@ _FIXED_TASK_NOTE = _TASK_NOTE.replace(
     "Plateau: federated averaging's on the validation set, and points above it",
     "Uploaded: the part of the bytes that clients send",
 ).replace("a swap-in", "what reaches the target")
-_HEADER: tuple[str, ...] = (
-    *("recipe", "setting", "tried", "cost", "saved", "delay", "plateau", "swap-in"),
-    *("against `auto`", "test", "seeds"),
-)
 
 
 def label(recipe: str) -> str:
@@ -264,10 +251,12 @@ def as_tables(comparison: plan.Comparison, cells: Sequence[Cell]) -> list[Table]
         own = [cell for cell in cells if cell.task == task.name and cell.is_main]
         if own:
             rows = tuple(_row(cell, task.goal) for cell in sorted(own, key=_order))
-            title, note, header = task.name, _TASK_NOTE, _HEADER
+            title, note, shown = task.name, _TASK_NOTE, "plateau"
             if task.goal.target is not None:
                 title, note = f"{task.name}, {task.goal.target}", _FIXED_TASK_NOTE
-                header = tuple("uploaded" if name == "plateau" else name for name in _HEADER)
+                shown = "uploaded"
+            names = ("recipe", "setting", "tried", "cost", "saved", "delay", shown, "swap-in")
+            header = (*names, "against `auto`", "test", "seeds")
             tables.append(Table(f"swap-in-{task.name}", title, note, header, rows, 2))
     if tables:
         goals = _all_goals(comparison, cells)
@@ -290,8 +279,8 @@ def _row(cell: Cell, goal: measure.Goal) -> tuple[str, ...]:
     is_swap_in = "" if cell.recipe == FEDAVG else "**yes**" if cell.is_swap_in else "no"
     return (
         *(name, setting, tried, _with_interval(cell.cost, format_bytes)),
-        "" if cell.savings is None else _with_interval(cell.savings, format_saving),
-        "" if cell.delay is None else _with_interval(cell.delay, lambda value: f"{value:.2f}"),
+        _with_interval(cell.savings, format_saving),
+        _with_interval(cell.delay, "{:.2f}".format),
         plateau,
         is_swap_in,
         versus_text(cell) if cell.is_swap_in or goal.target is not None else "",
@@ -304,14 +293,11 @@ def plateau_text(cell: Cell, goal: measure.Goal) -> str:
     """Write federated averaging's plateau, and others as points above it."""
     if cell.recipe == FEDAVG:
         return "" if cell.level is None else _value(cell.level, goal)
-    return "" if cell.plateau is None else _with_interval(cell.plateau, "{:+.1f}".format)
+    return _with_interval(cell.plateau, "{:+.1f}".format)
 
 
 def versus_text(cell: Cell) -> str:
-    """Say how a recipe's bytes compare with those of `auto`; not at all within the noise of seeds.
-
-    With a single common seed there is no interval, and the ratio is marked as such.
-    """
+    """Compare bytes with those of `auto`; "as good as" it within the noise of seeds."""
     versus = cell.versus
     if versus is None:
         return ""
@@ -327,7 +313,9 @@ def _value(value: float | None, goal: measure.Goal) -> str:
     return f"{value:.1%}" if goal.kind == "accuracy" else f"{value:.3g}"
 
 
-def _with_interval(mean: measure.Mean, write: Any) -> str:
+def _with_interval(mean: measure.Mean | None, write: Any) -> str:
+    if mean is None:
+        return ""
     if mean.low is None or mean.high is None or mean.low == mean.high:
         return str(write(mean.value))
     return f"{write(mean.value)}<br>({write(mean.low)}–{write(mean.high)})"
@@ -367,9 +355,10 @@ def _overview(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
         if any(own):
             texts = [_short(cell, task.goal) for cell, task in zip(own, tasks, strict=True)]
             rows.append((f"`{label(recipe)}`", *texts))
-    fixed = {task.name: f"<br>{task.goal.target}" for task in tasks if task.goal.target is not None}
-    heads = [task.name + fixed.get(task.name, "") for task in tasks]
-    title, note = "In the place of federated averaging", (_FIXED_NOTE if fixed else "") + _NOTE
+    goals = [(task.name, task.goal.target) for task in tasks]
+    heads = [name if target is None else f"{name}<br>{target}" for name, target in goals]
+    note = (_FIXED_NOTE if any(target is not None for _, target in goals) else "") + _NOTE
+    title = "In the place of federated averaging"
     return Table("swap-in", title, note, ("recipe", *heads), tuple(rows), 1)
 
 
@@ -398,12 +387,12 @@ def _all_goals(comparison: plan.Comparison, cells: Sequence[Cell]) -> Table:
 def write_results(comparison: plan.Comparison, directory: Path) -> list[Cell]:
     outcomes = plan.read_outcomes(directory)
     cells = make_cells(comparison, outcomes)
-    text = json.dumps({"cells": [cell.to_json() for cell in cells]}, indent=1, allow_nan=False)
+    rows = [cell.to_json() for cell in cells]
+    text = json.dumps({"cells": rows}, indent=1, allow_nan=False)
     write_atomically(directory / measure.RESULTS, (text + "\n").encode())
     tables = "\n".join(table.to_markdown() for table in as_tables(comparison, cells))
     write_atomically(directory / TABLES, tables.encode())
-    panels = of_cells([cell.to_json() for cell in cells])
-    write_atomically(directory / PICTURE, draw(panels, comparison.recipes))
+    write_atomically(directory / PICTURE, draw(of_cells(rows), comparison.recipes))
     plan.write_targets(directory, plan.Findings(comparison, outcomes))
     if comparison.search:
         tuned: dict[str, dict[str, Setting]] = {}

@@ -33,8 +33,6 @@ _OF_THE_TARGET = ("target", "target_kind", "hold")
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn, by the name that the command line has for it."""
-
     name: str
     config: RunConfig  # of its runs, up to recipe, step size, seed and device
     files: tuple[str, ...] = ()  # that it needs, relative to the data directory
@@ -61,15 +59,16 @@ class Task:
         return replace(self.config, rounds=rounds, target=target.value, hold=target.hold)
 
     def missing(self, data_dir: Path | None) -> str | None:
-        """Say which file the task needs that is not there; None where all are."""
-        code = None if self.config.problem is None else Code.parse(self.config.problem)
-        if code is not None and not code.path.is_file() and not self.is_own:
-            return (
-                f"its problem, {'/'.join(code.path.parts[-2:])}, is in the repository and not in "
-                "the installed package; run it from a checkout, installed with pip install -e ."
-            )
         paths = [data_directory(data_dir) / file for file in self.files]
-        paths += [] if code is None else [code.path]
+        code = None if self.config.problem is None else Code.parse(self.config.problem)
+        if code is not None:
+            paths.append(code.path)
+            if not code.path.is_file() and not self.is_own:
+                return (
+                    f"its problem, {'/'.join(code.path.parts[-2:])}, is in the repository and not "
+                    "in the installed package; run it from a checkout, installed with pip install "
+                    "-e ."
+                )
         return next((f"{str(path)!r} is missing" for path in paths if not path.is_file()), None)
 
 
@@ -137,11 +136,11 @@ QUICK_TASKS = ("digits-softmax", "digits-local")
 """One of each kind. They need no download and take seconds."""
 
 
-def parse_tasks(text: str | None) -> tuple[Task, ...]:
+def parse_tasks(text: str | None, own: Iterable[Task] = ()) -> tuple[Task, ...]:
     """Return the tasks that ``--task`` names: some, those on digits without it, or many at once.
 
     ``all`` is those not set aside, ``averaging`` those of them whose goal is federated averaging's
-    plateau.
+    plateau. Names may be those of the user's ``own``.
 
     >>> [task.name for task in parse_tasks(None)]
     ['digits-softmax', 'digits-local']
@@ -149,43 +148,41 @@ def parse_tasks(text: str | None) -> tuple[Task, ...]:
     Traceback (most recent call last):
     aqg.errors.ConfigError: unknown task 'mnist'; choose from all, averaging, digits-softmax, ...
     """
-    if text is None:
-        return select_tasks(QUICK_TASKS)
-    names = [name.strip() for name in text.split(",")]
-    if names in (["all"], ["averaging"]):
-        known = [task for task in TASKS.values() if not task.is_hold_out]
-        return tuple(t for t in known if names == ["all"] or t.goal.target is None)
-    return select_tasks(names)
+    mine = {task.name: task for task in own}
+    named = QUICK_TASKS if text is None else [name.strip() for name in text.split(",")]
+    names = [name for name in named if name not in mine]
+    found = [task for task in TASKS.values() if not task.is_hold_out]
+    if names == ["averaging"]:
+        found = [task for task in found if task.goal.target is None]
+    elif names != ["all"]:
+        found = list(select_tasks(names))
+    return (*found, *(mine[name] for name in named if name in mine))
 
 
 def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
     chosen = set(names)
-    for name in sorted(chosen):
-        if name not in TASKS:
-            known = ", ".join(["all", "averaging", *TASKS])
-            raise ConfigError(f"unknown task {name!r}; choose from {known}")
+    for name in sorted(chosen - TASKS.keys()):
+        known = ", ".join(["all", "averaging", *TASKS])
+        raise ConfigError(f"unknown task {name!r}; choose from {known}")
     return tuple(task for name, task in TASKS.items() if name in chosen)
 
 
 def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """Return each task once, ours in the order of `TASKS` and then the user's own."""
     chosen = {task.name: task for task in tasks}
-    places = {name: place for place, name in enumerate(TASKS)}
-    return tuple(sorted(chosen.values(), key=lambda task: places.get(task.name, len(places))))
+    places = list(TASKS)
+    return tuple(
+        sorted(chosen.values(), key=lambda t: places.index(t.name) if t.name in TASKS else math.inf)
+    )
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
     """Return the tasks whose files are there, and a line about each of the others."""
-    kept, lines = [], []
-    for task in tasks:
-        missing = task.missing(data_dir)
-        if missing is None:
-            kept.append(task)
-        else:
-            lines.append(f"task {task.name} is left out: {missing}")
-    if not kept:
+    missing = {task: task.missing(data_dir) for task in tasks}
+    lines = [f"task {task.name} is left out: {why}" for task, why in missing.items() if why]
+    if len(lines) == len(missing):
         raise DataError("; ".join(lines))
-    return tuple(kept), lines
+    return tuple(task for task, why in missing.items() if not why), lines
 
 
 def parse_target(loss: float | None, accuracy: float | None) -> Target | None:
@@ -212,8 +209,7 @@ def make_own_task(
 ) -> Task:
     """Return the task that settings on the command line describe.
 
-    Where a comparison has the task already (``before``), the settings and the target must be those
-    that it has; they need not be repeated.
+    Where a comparison has it (``before``), settings and target are the same, or are left out.
     """
     for key in (*_OF_THE_COMPARISON, *_OF_THE_TARGET):
         if key in named:
@@ -222,22 +218,20 @@ def make_own_task(
             raise ConfigError(f"{key} cannot be set for a task: the comparison does that; {meant}")
     config = _resolve(named, target, data_dir)
     stored = next((task for task in before if task.name == _name(config)), None)
+    if stored is not None:
+        target = target or stored.goal.target
+    if target is None:
+        raise ConfigError(
+            f"task {_name(config)} has no target; give --target LOSS or --target-accuracy SHARE"
+        )
     if stored is None:
-        if target is None:
-            raise ConfigError(
-                f"task {_name(config)} has no target; give --target LOSS or --target-accuracy SHARE"
-            )
         return _own(config, target)
     settings = asdict(stored.config)
     for key in (*_OF_THE_COMPARISON, *_OF_THE_TARGET):
         settings.pop(key)
-    fixed = stored.goal.target
-    assert fixed is not None, "an own task has a target"
-    target = target or fixed
     asked = _own(_resolve({**settings, **named}, target, data_dir), target)
     if asked != stored:
-        pairs = asdict(stored.config) | {"target": fixed}
-        others = asdict(asked.config) | {"target": asked.goal.target}
+        pairs, others = (asdict(t.config) | {"target": t.goal.target} for t in (stored, asked))
         key = next(key for key in pairs if pairs[key] != others[key])
         raise ConfigError(
             f"task {stored.name} has {key} {pairs[key]}, not {others[key]}; drop the option, or "
@@ -263,8 +257,8 @@ def _own(config: RunConfig, target: Target) -> Task:
 def _name(config: RunConfig) -> str:
     """Name a task after its files and functions; no task of ours has a colon in its name."""
     parts = [config.problem] if config.problem is not None else [config.data_name, config.model]
-    codes = [(part, Code.parse(part)) for part in parts]
-    return ":".join(part if code is None else code.short for part, code in codes)
+    codes = map(Code.parse, parts)
+    return ":".join(p if c is None else c.short for p, c in zip(parts, codes, strict=True))
 
 
 def to_row(task: Task) -> dict[str, Any]:
@@ -279,7 +273,7 @@ def from_row(row: Mapping[str, Any]) -> Task:
 def check_code_and_files(
     tasks: Iterable[Task], named: Mapping[str, Any], *, allowed: bool, where: str
 ) -> None:
-    """Refuse to go on with code that the command line does not name, or with changed files."""
+    """Refuse code that the command line does not name, and changed files."""
     for task in tasks:
         if task.is_own:
             refuse_unnamed_code(asdict(task.config), named, allowed=allowed, where=where)

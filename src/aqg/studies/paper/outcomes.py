@@ -9,14 +9,13 @@ run that a figure shows, ``other-machines`` rows of the same runs made elsewhere
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from aqg.runs.config import RunConfig
 from aqg.runs.cost import Cost
 from aqg.runs.directory import CONFIG, Line, read_config, read_lines, read_summary
 from aqg.runs.files import write_atomically
-from aqg.runs.plan import Job
 from aqg.runs.setup import minimum_key
 from aqg.runs.stopping import Target, Trace, has_diverged
 from aqg.runs.table import records_to_csv
@@ -49,34 +47,24 @@ _COST_FIELDS = ("rounds", "uploads", "bits_per_param", "upload_bytes", "download
 """Columns of results; those of some runs have no downloads."""
 
 
-class Curve(NamedTuple):
-    costs: tuple[Cost, ...]
-    losses: tuple[float, ...]
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """One run's numbers; ``minimum`` is ``f*``, None where it is unknown.
-
-    ``machine`` is the kind of processor, ``peak_loss`` the largest loss along the way,
-    ``final_loss`` infinity where the run diverged, and ``reached`` has, for each residual that the
-    loss stayed within at last, the cost until then.
-    """
+    """One run's numbers; ``reached`` has what it cost to stay within a residual."""
 
     name: str
     section: str
     recipe: str
     partition: str
     scaling: str
-    machine: str
+    machine: str  # the kind of processor
     device: str
     alpha: float
     dropout: float
     seed: int
-    minimum: float | None
+    minimum: float | None  # None where it is unknown
     start_loss: float
-    final_loss: float
-    peak_loss: float
+    final_loss: float  # infinity where the run diverged
+    peak_loss: float  # the largest along the way
     test_accuracy: float | None
     total: Cost
     reached: Mapping[float, Cost] = field(default_factory=dict)
@@ -87,7 +75,6 @@ class Outcome:
 
     @property
     def ran_away(self) -> bool:
-        """Whether the run ended worse than it began."""
         return not self.final_loss <= self.start_loss
 
     @property
@@ -96,7 +83,6 @@ class Outcome:
 
     @property
     def residual(self) -> float:
-        """``f(θ) - f*`` after the last round; NaN where ``f*`` is unknown."""
         return np.nan if self.minimum is None else self.final_loss - self.minimum
 
 
@@ -104,9 +90,9 @@ class Outcome:
 class Perturbed:
     """A logistic run whose features differ in the last bit; ``draw`` 0 is the data as it is.
 
-    Two machines that round sums in another order differ in the last bit, so this stands in for
-    another machine. A difference can decide who uploads once the loss is as close to its minimum as
-    rounding lets it come; ``uploads_before`` counts until then (`ROUNDING`).
+    It stands in for a machine that rounds sums in another order. The last bit can decide who
+    uploads once the loss is as close to its minimum as rounding lets it; ``uploads_before`` counts
+    until then.
     """
 
     partition: str
@@ -126,34 +112,25 @@ class Perturbed:
     def of(config: RunConfig, lines: Sequence[Line], summary: Mapping[str, Any]) -> Perturbed:
         residual = np.inf if summary["diverged"] else summary["residual"]
         minimum = -np.inf if summary["diverged"] else summary["final_loss"] - residual
-        before = itertools.takewhile(
-            lambda record: record.loss is None or not record.loss - minimum <= ROUNDING,
-            (line.record for line in lines),
-        )
-        return Perturbed(
-            *key_of(config),
-            summary["uploads"],
-            sum(record.num_uploads for record in before),
-            summary["bits_per_param"],
-            float(residual),
-        )
+        count = 0
+        for record in (line.record for line in lines):
+            if record.loss is not None and record.loss - minimum <= ROUNDING:
+                break
+            count += record.num_uploads
+        uploads, bits = summary["uploads"], summary["bits_per_param"]
+        return Perturbed(*key_of(config), uploads, count, bits, float(residual))
 
 
 def key_of(config: RunConfig) -> tuple[str, str, float, int]:
-    """Return the key that a run on perturbed data, or on the data itself, has among them."""
     return config.partition, config.recipe, config.alpha, config.perturbation
 
 
 @dataclass(frozen=True)
 class Results:
-    """All outcomes, the curves that figures show, and how they came about.
-
-    ``elsewhere`` has the same runs on other kinds of processors, by their names, ``perturbed`` runs
-    whose data differ in the last bit.
-    """
+    """All outcomes, and the curves that figures show; ``elsewhere`` has other processors'."""
 
     outcomes: tuple[Outcome, ...]
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, Trace]  # thinned
     about: Mapping[str, Any]
     elsewhere: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
     perturbed: tuple[Perturbed, ...] = ()
@@ -189,39 +166,50 @@ class Results:
 
 def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any]) -> Results:
     """Read the finished runs of ``plan`` below ``directory``; the others are left out."""
-    found = [(p, read_summary(directory / p.run.name)) for p in plan]
-    finished = [(p, summary) for p, summary in found if summary is not None]
+
+    def loss_of(config: RunConfig) -> str:
+        return json.dumps(minimum_key(config))
+
+    found = [(section, run, read_summary(directory / run.name)) for section, run in plan]
+    finished = [(section, run, summary) for section, run, summary in found if summary is not None]
     minima: dict[str, float] = {}
-    for planned, summary in finished:
+    for _, run, summary in finished:
         if summary["residual"] is not None:
-            minima[_loss_key(planned)] = summary["final_loss"] - summary["residual"]
+            minima[loss_of(run.config)] = summary["final_loss"] - summary["residual"]
     outcomes, curves, perturbed = [], {}, []
     versions: dict[str, dict[str, set[str]]] = {}
-    for planned, summary in finished:
-        config, name = planned.run.config, planned.run.name
-        lines = read_lines(directory / name)
-        if planned.section == ROUNDING_SECTION:
+    for section, run, summary in finished:
+        config, lines = run.config, read_lines(directory / run.name)
+        if section == ROUNDING_SECTION:
             perturbed.append(Perturbed.of(config, lines, summary))
             continue
         final = np.inf if summary["diverged"] else summary["final_loss"]
-        trace = Trace.of(lines, final)
-        minimum = minima.get(_loss_key(planned))
-        made_by = summary["versions"]
-        settings = {key: getattr(config, key) for key in _OF_THE_CONFIG}
-        settings |= {"machine": made_by["machine"], "minimum": minimum, "final_loss": final}
-        settings |= {"start_loss": trace.losses[0], "peak_loss": max(trace.losses)}
-        settings |= {"test_accuracy": summary["test_accuracy"], "total": trace.costs[-1]}
-        reached = _reached(trace, minimum)
-        outcomes.append(Outcome(name, planned.section, **settings, reached=reached))
-        curves[name] = thin(trace)
-        place = versions.setdefault(f"{planned.section}: {made_by['machine']}", {})
+        trace, minimum = Trace.of(lines, final), minima.get(loss_of(config))
+        costs = {r: trace.cost_to(Target("residual", r), minimum) for r in RESIDUALS}
+        made_by = dict(summary["versions"])
+        machine = made_by.pop("machine")
+        outcome = Outcome(
+            name=run.name,
+            section=section,
+            **{key: getattr(config, key) for key in _OF_THE_CONFIG},
+            machine=machine,
+            minimum=minimum,
+            start_loss=trace.losses[0],
+            final_loss=final,
+            peak_loss=max(trace.losses),
+            test_accuracy=summary["test_accuracy"],
+            total=trace.costs[-1],
+            reached={residual: cost for residual, cost in costs.items() if cost is not None},
+        )
+        outcomes.append(outcome)
+        curves[run.name] = thin(trace)
         for library, version in made_by.items():
-            if library != "machine":
-                place.setdefault(library, set()).add(version)
+            place = versions.setdefault(f"{section}: {machine}", {})
+            place.setdefault(library, set()).add(version)
     shown = main_reading(outcomes)
-    for outcome in outcomes:
-        if outcome.section == "logistic" and (outcome.scaling, outcome.alpha) != shown:
-            del curves[outcome.name]
+    for o in outcomes:
+        if o.section == "logistic" and (o.scaling, o.alpha) != shown:
+            del curves[o.name]
     joined = {
         place: {library: " and ".join(sorted(several)) for library, several in rows.items()}
         for place, rows in versions.items()
@@ -233,17 +221,12 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
 _OF_THE_CONFIG = ("recipe", "partition", "scaling", "alpha", "dropout", "seed", "device")
 
 
-def _loss_key(planned: PlannedRun) -> str:
-    return json.dumps(minimum_key(planned.run.config))
-
-
 def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
     """Return the loss and ``α`` of the logistic runs that the paper's table is compared with.
 
     The paper names ``α = 0.008`` but not the loss's scaling, and its counts are those of runs near
-    the edge of stability. The rule: of the runs with summed losses, the largest ``α`` at which QGD
-    and LAQ converge on every seed and both splits. Without any, the smallest ``α`` there is; None
-    without logistic runs.
+    the edge of stability: with summed losses, the largest ``α`` at which QGD and LAQ converge on
+    every seed and both splits, or else the smallest. None without logistic runs.
     """
     runs = [o for o in outcomes if o.section == "logistic"]
     alphas = sorted({o.alpha for o in runs if o.scaling == "sum"})
@@ -254,33 +237,26 @@ def main_reading(outcomes: Sequence[Outcome]) -> tuple[str, float] | None:
     return "sum", max((alpha for alpha in alphas if alpha not in lost), default=alphas[0])
 
 
-def _reached(trace: Trace, minimum: float | None) -> dict[float, Cost]:
-    if minimum is None:
-        return {}
-    costs = {r: trace.cost_to(Target("residual", r), minimum) for r in RESIDUALS}
-    return {residual: cost for residual, cost in costs.items() if cost is not None}
-
-
-def thin(trace: Trace) -> Curve:
+def thin(trace: Trace) -> Trace:
     losses = np.array(trace.losses, np.float64)
     kept = thin_indices(np.arange(len(losses), dtype=np.float64), losses, CURVE_POINTS)
-    return Curve(tuple(trace.costs[i] for i in kept), tuple(losses[kept].tolist()))
+    return Trace(tuple(trace.costs[i] for i in kept), tuple(losses[kept].tolist()), ())
 
 
 def write_results(directory: Path, results: Results) -> None:
-    write_atomically(directory / RUNS, _csv(map(_flat, results.outcomes)))
+    rows: dict[str, Iterable[Mapping[str, Any]]] = {RUNS: map(_flat, results.outcomes)}
     if results.perturbed:
-        write_atomically(directory / PERTURBED, _csv(map(asdict, results.perturbed)))
+        rows[PERTURBED] = map(asdict, results.perturbed)
     for machine, outcomes in results.elsewhere.items():
         (directory / OTHER_MACHINES).mkdir(exist_ok=True)
-        path = directory / OTHER_MACHINES / f"{machine}.csv"
-        write_atomically(path, _csv(map(_flat, outcomes)))
-    rows = (
+        rows[f"{OTHER_MACHINES}/{machine}.csv"] = map(_flat, outcomes)
+    rows[CURVES] = (
         {"name": name, **_columns(cost), "loss": f"{loss:.10g}"}
         for name, curve in results.curves.items()
         for cost, loss in zip(curve.costs, curve.losses, strict=True)
     )
-    write_atomically(directory / CURVES, _csv(rows))
+    for file, own in rows.items():
+        write_atomically(directory / file, records_to_csv(list(own)).encode())
     text = json.dumps(results.about, indent=2, ensure_ascii=False) + "\n"
     write_atomically(directory / META, text.encode())
 
@@ -288,19 +264,16 @@ def write_results(directory: Path, results: Results) -> None:
 def read_results(directory: Path) -> Results:
     try:
         about = json.loads((directory / META).read_text(encoding="utf-8"))
-        outcomes = tuple(_unflat(row) for row in _rows(directory / RUNS))
+        outcomes = _outcomes(directory / RUNS)
         points: dict[str, list[tuple[Cost, float]]] = {}
         for row in _rows(directory / CURVES):
             points.setdefault(row["name"], []).append((_total(row), float(row["loss"])))
-        elsewhere = {
-            path.stem: tuple(_unflat(row) for row in _rows(path))
-            for path in sorted((directory / OTHER_MACHINES).glob("*.csv"))
-        }
-        perturbed: tuple[Perturbed, ...] = ()
-        if (directory / PERTURBED).exists():
-            names = [one.name for one in fields(Perturbed)]
-            rows = _rows(directory / PERTURBED)
-            perturbed = tuple(Perturbed(**_typed(Perturbed, names, row)) for row in rows)
+        others = sorted((directory / OTHER_MACHINES).glob("*.csv"))
+        elsewhere = {path.stem: _outcomes(path) for path in others}
+        names = [one.name for one in fields(Perturbed)]
+        is_there = (directory / PERTURBED).exists()
+        moved = _rows(directory / PERTURBED) if is_there else []
+        perturbed = tuple(Perturbed(**_typed(Perturbed, names, row)) for row in moved)
     except OSError as error:
         raise RunError(
             f"{str(directory)!r} holds no results of aqg reproduce: {error.strerror} "
@@ -308,7 +281,10 @@ def read_results(directory: Path) -> Results:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"the results in {str(directory)!r} are damaged: {error}") from None
-    curves = {name: Curve(*zip(*pairs, strict=True)) for name, pairs in points.items()}
+    curves = {
+        name: Trace(tuple(cost for cost, _ in own), tuple(loss for _, loss in own), ())
+        for name, own in points.items()
+    }
     return Results(outcomes, curves, about, elsewhere, perturbed)
 
 
@@ -326,10 +302,14 @@ def _columns(cost: Cost | None, suffix: str = "") -> dict[str, Any]:
     return {name + suffix: cost and getattr(cost, name) for name in _COST_FIELDS}
 
 
-def _unflat(row: Mapping[str, str]) -> Outcome:
-    costs = {residual: _read_cost(row, f"_to_{residual:g}") for residual in RESIDUALS}
-    reached = {residual: cost for residual, cost in costs.items() if cost is not None}
-    return Outcome(**_typed(Outcome, _SETTINGS, row), total=_total(row), reached=reached)
+def _outcomes(path: Path) -> tuple[Outcome, ...]:
+    found = []
+    for row in _rows(path):
+        costs = {residual: _read_cost(row, f"_to_{residual:g}") for residual in RESIDUALS}
+        reached = {residual: cost for residual, cost in costs.items() if cost is not None}
+        settings = _typed(Outcome, _SETTINGS, row)
+        found.append(Outcome(**settings, total=_total(row), reached=reached))
+    return tuple(found)
 
 
 def _total(row: Mapping[str, str]) -> Cost:
@@ -340,24 +320,18 @@ def _total(row: Mapping[str, str]) -> Cost:
 
 
 def _typed(made: type, names: Iterable[str], row: Mapping[str, str]) -> dict[str, Any]:
-    types = {one.name: one.type for one in fields(made)}
-    readers = {"str": str, "int": int}
-    return {
-        name: readers[str(types[name])](row[name])
-        if types[name] in readers
-        else (float(row[name]) if row[name] else None)
-        for name in names
-    }
+    types = {one.name: str(one.type) for one in fields(made)}
+    readers: dict[str, Callable[[str], Any]] = {"str": str, "int": int}
+    return {name: readers.get(types[name], _number)(row[name]) for name in names}
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
-    """Read a cost from columns whose names end alike; None where they are empty."""
     known = {name: int(text) for name in _COST_FIELDS if (text := row.get(f"{name}{suffix}"))}
     return Cost(**known) if known.keys() >= set(_COST_FIELDS[:-1]) else None
-
-
-def _csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return records_to_csv(list(rows)).encode()
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -387,7 +361,7 @@ def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedR
         place = directory / RUN_DIRECTORY / run.name
         if (place / CONFIG).exists():
             device = read_config(place).get("device", "cpu")
-            run = Job(run.name, replace(run.config, device=device))
+            run = replace(run, config=replace(run.config, device=device))
         adopted.append(PlannedRun(section, run))
     return tuple(adopted)
 

@@ -116,64 +116,57 @@ def make_plan(
     scale: Scale, device: str = "cpu", sections: Sequence[str] = SECTIONS
 ) -> tuple[PlannedRun, ...]:
     """Return every run, long ones first; logistic runs are always on the CPU."""
-    mnist = {"dataset": "mnist", "dtype": scale.dtype, "device": device}
-    return tuple(
-        _planned(section, (mnist if section in _ON_MNIST else {}) | settings)
-        for section in (*_ON_MNIST, "logistic", "rounding")
-        if section in sections
-        for settings in _settings(scale, section)
-    )
+    plan = []
+    for section in (*_ON_MNIST, "logistic", "rounding"):
+        for settings in _settings(scale, section) if section in sections else ():
+            if section in _ON_MNIST:
+                settings |= {"dataset": "mnist", "dtype": scale.dtype, "device": device}
+            (config,) = resolve({"downlink": "full", "start": "digest", **settings})
+            name = f"{section}_{config.partition.replace(':', '-')}"
+            if section not in _ON_MNIST:
+                name += f"_{config.scaling}-{config.alpha:g}"
+            if section == "dropouts":
+                name += f"_p{config.dropout:g}"
+            name += f"_{config.recipe}_seed{config.seed}"
+            if section == "rounding":
+                name += f"_draw{config.perturbation}"
+            plan.append(PlannedRun(section, Job(name, config)))
+    return tuple(plan)
 
 
 _ON_MNIST = ("softmax", "network", "dropouts")
 
 
-def _planned(section: str, settings: dict[str, Any]) -> PlannedRun:
-    (config,) = resolve({"downlink": "full", "start": "digest", **settings})
-    name = f"{section}_{config.partition.replace(':', '-')}"
-    if section not in _ON_MNIST:
-        name += f"_{config.scaling}-{config.alpha:g}"
-    if section == "dropouts":
-        name += f"_p{config.dropout:g}"
-    name += f"_{config.recipe}_seed{config.seed}"
-    if section == "rounding":
-        name += f"_draw{config.perturbation}"
-    return PlannedRun(section, Job(name, config))
-
-
 def _settings(scale: Scale, section: str) -> Iterator[dict[str, Any]]:
-    both: tuple[dict[str, Any], ...] = ({"partition": "iid"}, {"partition": "label"})
+    both: list[dict[str, Any]] = [{"partition": "iid"}, {"partition": "label"}]
     recipes: tuple[str, ...] = TABLE_RECIPES
+    draws = 1
     match section:
         case "softmax":
             seeds, cells = scale.softmax_seeds, both
             fixed: dict[str, Any] = {"rounds": scale.softmax_rounds}
         case "network":
             seeds, recipes = scale.network_seeds, NETWORK_RECIPES
-            cells = tuple({"partition": partition} for partition in scale.network_splits)
+            cells = [{"partition": partition} for partition in scale.network_splits]
             fixed = {"model": "mlp:200", "rounds": scale.network_rounds}
         case "dropouts":
             seeds, recipes = scale.dropout_seeds, DROPOUT_RECIPES
-            cells = tuple(
-                {"partition": partition, "dropout": rate}
-                for partition, rates in scale.dropout_rates
-                for rate in rates
-            )
+            pairs = [(split, rate) for split, rates in scale.dropout_rates for rate in rates]
+            cells = [{"partition": split, "dropout": rate} for split, rate in pairs]
             fixed = {"rounds": scale.dropout_rounds, "eval_every": scale.dropout_eval_every}
         case _:
-            is_moved = section == "rounding"
-            seeds = 1 if is_moved else scale.logistic_seeds
-            recipes = PERTURBED_RECIPES if is_moved else TABLE_RECIPES
-            moved = tuple(("sum", alpha) for alpha in scale.perturbed_alphas)
-            cells = tuple(
+            seeds, readings = scale.logistic_seeds, scale.readings
+            if section == "rounding":
+                seeds, recipes, draws = 1, PERTURBED_RECIPES, scale.perturbations + 1
+                readings = tuple(("sum", alpha) for alpha in scale.perturbed_alphas)
+            cells = [
                 {"partition": partition, "scaling": scaling, "alpha": alpha}
                 for partition in ("iid", BY_SOURCE)
-                for scaling, alpha in (moved if is_moved else scale.readings)
-            )
+                for scaling, alpha in readings
+            ]
             fixed = {"dataset": "heterogeneous", "rounds": scale.logistic_rounds}
     for seed, cell, recipe in product(range(seeds), cells, recipes):
         if section == "network" and seed and recipe in ONE_SEED:
             continue
-        # Of moved data, the first run is on the data itself.
-        for draw in range(scale.perturbations + 1 if section == "rounding" else 1):
+        for draw in range(draws):  # the first is on the data itself
             yield {**cell, **fixed, "recipe": recipe, "seed": seed, "perturbation": draw}

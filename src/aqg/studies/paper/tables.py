@@ -9,8 +9,9 @@ paper are made in ``papers/``.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,14 @@ from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper import plan
 from aqg.studies.paper.outcomes import CONVERGED, ROUNDING, Outcome, Results, keep, paired_ratios
-from aqg.studies.paper.plan import BY_SOURCE, PAPER_RESIDUAL, TABLE_2, TABLE_RECIPES, PaperRow
+from aqg.studies.paper.plan import (
+    BLOCKS,
+    BY_SOURCE,
+    PAPER_RESIDUAL,
+    TABLE_2,
+    TABLE_RECIPES,
+    PaperRow,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +44,7 @@ LABELS = {
     "network-noniid": "network, non-IID",
 }
 SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
+HEADER_2 = ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "uploaded", "seeds")
 
 
 def percent(share: float) -> str:
@@ -84,40 +93,41 @@ def all_tables(results: Results) -> list[Table]:
     return [table for table in (*tables, rounding_table(results)) if table.rows]
 
 
-def table_2(results: Results) -> Table:
+def rows_of_table_2(
+    results: Results,
+) -> Iterator[tuple[str, list[Outcome], str, tuple[str, ...], str]]:
+    """Yield setting, our runs, what the paper saves, its counts beside ours, and our bytes."""
     paper = {(row.setting, row.recipe): row for row in TABLE_2}
-    rows = []
-    for setting in plan.BLOCKS:
-        for recipe in TABLE_RECIPES:
-            if not (ours := results.of_setting(setting, recipe)):
-                continue
+    for setting, recipe in product(BLOCKS, TABLE_RECIPES):
+        if ours := results.of_setting(setting, recipe):
             has_paper = is_comparable(results) or setting.startswith("logistic")
             row = paper.get((setting, recipe)) if has_paper else None
             costs = [cost for o in ours if (cost := results.cost_of(o)) is not None]
-            ratios = paired_ratios(
-                ours, results.of_setting(setting, "laq"), results.cost_to_the_end
+            counts = (
+                beside(row and row.rounds, [cost.rounds for cost in costs]),
+                beside(row and row.uploads, [cost.uploads for cost in costs]),
+                beside(row and row.bits, [cost.bits_per_param for cost in costs]),
             )
             told = f"{percent(row.saving)} / " if row and row.saving else ""
-            shares = [] if recipe in ("laq", *plan.ALWAYS_SEND) else [1 - ratio for ratio in ratios]
             uploaded = span([cost.upload_bytes for cost in costs], format_bytes)
-            rows.append(
-                (
-                    *(LABELS[setting], f"`{recipe}`"),
-                    beside(row and row.rounds, [cost.rounds for cost in costs]),
-                    beside(row and row.uploads, [cost.uploads for cost in costs]),
-                    beside(row and row.bits, [cost.bits_per_param for cost in costs]),
-                    *(told + span(shares, percent), uploaded),
-                    out_of(sum(results.cost_to_the_end(o) is not None for o in ours), len(ours)),
-                )
-            )
+            yield setting, ours, told, (LABELS[setting], f"`{recipe}`", *counts), uploaded
+
+
+def table_2(results: Results) -> Table:
+    rows = []
+    for setting, ours, told, counts, uploaded in rows_of_table_2(results):
+        laq, cost_of = results.of_setting(setting, "laq"), results.cost_to_the_end
+        saved = [1 - ratio for ratio in paired_ratios(ours, laq, cost_of)]
+        saves = told + span([] if ours[0].recipe in ("laq", *plan.ALWAYS_SEND) else saved, percent)
+        num_done = sum(cost_of(o) is not None for o in ours)
+        rows.append((*counts, saves, uploaded, out_of(num_done, len(ours))))
     note = (
         "Logistic: 500 rounds. Network: 784→10, until the loss stays within "
         f"{results.about['softmax_residual']:g} of its minimum. Median and range over the seeds "
         "that get there (logistic: of all), and how many do; `saves` is of LAQ's bits, seed by "
         "seed. Where one figure stands alone, the paper has none."
     )
-    header = ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "uploaded", "seeds")
-    return Table("table2", "The paper's Table 2: the paper / ours", note, header, tuple(rows))
+    return Table("table2", "The paper's Table 2: the paper / ours", note, HEADER_2, tuple(rows))
 
 
 def section_table(results: Results, section: str) -> Table:
@@ -194,48 +204,37 @@ TABLES = "tables.md"
 
 
 def all_figures(results: Results) -> dict[str, bytes]:
-    figures: dict[str, bytes | None] = {
-        "figure-5-logistic-iid": _comparison(results, "logistic", "iid", "logistic-iid"),
-        "figure-6-network-iid": _comparison(results, "softmax", "iid", "network-iid"),
-        "figure-7-logistic-noniid": _comparison(results, "logistic", BY_SOURCE, "logistic-noniid"),
-        "figure-8-network-noniid": _comparison(results, "softmax", "label", "network-noniid"),
-    }
-    for partition, suffix in (("iid", "iid"), ("label", "noniid")):
-        for number, rates in ((9, (0.2, 0.5, 0.7)), (10, (0.8, 0.9))):
-            name = f"figure-{number}-dropouts-{suffix}"
-            figures[name] = _dropouts(results, partition, rates)
-    figures["network-784-200-10"] = _network(results)
-    return {name: picture for name, picture in figures.items() if picture is not None}
+    figures: dict[str, bytes] = {}
 
+    def draw(name: str, panels: Mapping[str, Sequence[Outcome]], *about: Any) -> None:
+        if shown := {label: own for label, own in panels.items() if own}:
+            figures[name] = _figure(results, shown, *about)
 
-def _comparison(results: Results, section: str, partition: str, setting: str) -> bytes | None:
-    outcomes = results.select(section=section, partition=partition)
-    model = "MNIST, 784→10 softmax"
     reading = results.reading
-    if section == "logistic" and reading is not None:
-        outcomes = [o for o in outcomes if (o.scaling, o.alpha) == reading]
-        model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
-    rows = []
-    if section == "softmax" and results.about["softmax_residual"] == PAPER_RESIDUAL:
-        rows = [row for row in TABLE_2 if row.setting == setting]
-    title = f"{model}, {SPLITS[partition]}"
-    panels = {"loss − minimum": outcomes} if outcomes else {}
-    return _figure(results, panels, TABLE_RECIPES, title, paper=rows)
-
-
-def _dropouts(results: Results, partition: str, rates: Sequence[float]) -> bytes | None:
-    outcomes = results.select(section="dropouts", partition=partition)
-    by_rate = {rate: [o for o in outcomes if o.dropout == rate] for rate in rates}
-    panels = {f"loss − minimum, p = {rate:g}": own for rate, own in by_rate.items() if own}
-    title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
-    return _figure(results, panels, plan.DROPOUT_RECIPES, title, limits=(_FLOOR, 1e2))
-
-
-def _network(results: Results) -> bytes | None:
-    by_split = {p: results.select(section="network", partition=p) for p in ("iid", "label")}
-    panels = {f"loss, {SPLITS[p]}": own for p, own in by_split.items() if own}
+    for number, (setting, (section, partition)) in zip((5, 7, 6, 8), BLOCKS.items(), strict=True):
+        runs = results.select(section=section, partition=partition)
+        title, paper = f"MNIST, 784→10 softmax, {SPLITS[partition]}", []
+        if section == "logistic" and reading is not None:
+            runs = [o for o in runs if (o.scaling, o.alpha) == reading]
+            model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
+            title = f"{model}, {SPLITS[partition]}"
+        elif is_comparable(results):
+            paper = [row for row in TABLE_2 if row.setting == setting]
+        name, panels = f"figure-{number}-{setting}", {"loss − minimum": runs}
+        draw(name, panels, TABLE_RECIPES, title, None, paper)
+    for partition, suffix in (("iid", "iid"), ("label", "noniid")):
+        runs = results.select(section="dropouts", partition=partition)
+        title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
+        for number, rates in ((9, (0.2, 0.5, 0.7)), (10, (0.8, 0.9))):
+            by_rate = {p: [o for o in runs if o.dropout == p] for p in rates}
+            panels = {f"loss − minimum, p = {rate:g}": own for rate, own in by_rate.items()}
+            name = f"figure-{number}-dropouts-{suffix}"
+            draw(name, panels, plan.DROPOUT_RECIPES, title, (_FLOOR, 1e2))
+    splits = {p: results.select(section="network", partition=p) for p in ("iid", "label")}
+    panels = {f"loss, {SPLITS[p]}": own for p, own in splits.items()}
     title = "MNIST, 784-200-10 network"
-    return _figure(results, panels, plan.NETWORK_RECIPES, title, limits=(0.4, 1e3))
+    draw("network-784-200-10", panels, plan.NETWORK_RECIPES, title, (0.4, 1e3))
+    return figures
 
 
 def _figure(
@@ -245,10 +244,8 @@ def _figure(
     title: str,
     limits: tuple[float, float] | None = None,
     paper: Sequence[PaperRow] = (),
-) -> bytes | None:
-    """Draw a row of panels for each label; None without any. ``paper`` has counts to mark."""
-    if not panels:
-        return None
+) -> bytes:
+    """Draw a row of panels for each label; ``paper`` has counts to mark."""
     figure = new_figure(11, 0.7 + 3.1 * len(panels))
     rows = figure.subplots(len(panels), len(_PANELS), sharey="row", squeeze=False)
     for axes, (label, outcomes) in zip(rows, panels.items(), strict=True):
@@ -287,8 +284,7 @@ def _draw(axes: Sequence[Axes], results: Results, outcomes: Sequence[Outcome], r
 def band_of(results: Results, outcomes: Sequence[Outcome], name: str) -> Band:
     """Return the height of some runs above the minimum, against the cost of that name.
 
-    Between two points of a curve the logarithm of the height is taken to be a straight line. A run
-    that has diverged stays at the ceiling.
+    Between two points its logarithm is taken to be straight. Diverged runs stay at the ceiling.
     """
     curves = []
     for outcome in outcomes:
