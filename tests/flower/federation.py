@@ -100,10 +100,13 @@ class Federation:
     def total(self, name):
         return sum(row[name] for row in self.rows())
 
-    def incidents(self, kind):
-        """Return round and client of every incident of a kind."""
-        found = [(row["round"], row.get("incidents", [])) for row in self.rows()]
-        return [(k, one["client"]) for k, row in found for one in row if one["kind"] == kind]
+    def incidents(self):
+        """Return round and client of all incidents, by their kinds."""
+        found = {}
+        for row in self.rows():
+            for one in row.get("incidents", []):
+                found.setdefault(one["kind"], []).append((row["round"], one["client"]))
+        return found
 
     def texts(self):
         """Return what is said of all incidents."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, flatten, load_flat, make_client_app
-from aqg.flower.envelope import LARGE_BYTES, pack, unpack
+from aqg.flower.envelope import LARGE_BYTES, unpack
 from aqg.flower.journal import RunLogger
 from aqg.protocol.store import write_arrays
 from aqg.sim.record import DROPPED
@@ -42,7 +42,8 @@ from tests.flower.federation import (
     samples_of,
     task_of,
 )
-from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
+from tests.flower.own_messages import change_metrics, change_reply
+from tests.flower.test_faults import other_task
 from tests.problems import crossed, some_recipes
 
 CASES = [
@@ -89,92 +90,6 @@ def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink)
     assert np.array_equal(federation.run(), simulation.parameters)
 
 
-def test_a_lost_reply_is_rolled_back(tmp_path):
-    federation = Federation(tmp_path)
-    federation.grid.answer = at(3, 18)
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.rows()[2]["widths"][1] == -1
-    assert federation.agree()
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses[-1] < losses[2] < losses[0]
-
-
-def test_a_late_reply_and_a_second_one_are_thrown_away(tmp_path):
-    federation = Federation(tmp_path)
-    held = []
-
-    def delay(node, reply):
-        if round_of(reply) == 3 and node == 18:
-            held.append(reply)
-            return None
-        if round_of(reply) == 4 and node == 11:
-            federation.grid.replies += [*held, reply]  # one too late, one of two alike
-        return reply
-
-    federation.grid.answer = delay
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.agree()
-
-
-def test_replies_to_nothing_and_from_nobody_change_nothing(tmp_path):
-    clean = Federation(tmp_path / "clean").run()
-    federation = Federation(tmp_path / "forged")
-
-    def forge(node, reply):
-        if round_of(reply) == 3:
-            stranger = Message(reply.content, reply_to=reply)
-            stranger.metadata.__dict__["_reply_to_message_id"] = "message-0"
-            federation.grid.extra.append(stranger)
-        return reply
-
-    federation.grid.answer = forge
-    assert np.array_equal(federation.run(), clean)
-
-
-def damage_frame(reply):
-    change_reply(reply, frame=flipped(reply_in(reply).frame))
-
-
-def damage_round(reply):
-    change_reply(reply, round=1)
-
-
-def damage_kind(reply):
-    reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
-
-
-def damage_version(reply):
-    envelope = envelope_of(reply)
-    envelope.version, envelope.says_version = "0.0.9", True
-    reply.content["aqg"] = pack(envelope)
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (damage_frame, "checksum|reference"),
-        (damage_round, "version 1"),
-        (damage_kind, "not bytes"),
-        (damage_version, "aqg 0.0.9"),
-    ],
-)
-def test_a_damaged_reply_costs_that_client_its_update_only(tmp_path, damage, complaint):
-    federation = Federation(tmp_path, rounds=6)
-
-    federation.grid.answer = at(3, 18, damage)
-    federation.run()
-    assert federation.incidents("rejected") == [(3, 1)]
-    (incident,) = federation.rows()[2]["incidents"]
-    assert incident["node"] == 18
-    assert any(part in incident["text"] for part in complaint.split("|"))
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.agree()
-
-
 scalars = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=40)
 )
@@ -191,73 +106,6 @@ records = st.one_of(
 def test_content_of_any_kind_is_read_or_refused(content):
     with pytest.raises((MessageError, WireError)):  # nobody finds a checksum by chance
         unpack(RecordDict(content))
-
-
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-def test_a_wiped_node_starts_again_and_a_restored_one_too(tmp_path, downlink):
-    """What it lacks is sent in the same round."""
-    federation = Federation(tmp_path, rounds=9, downlink=downlink, round_timeout=30.0)
-    state, copy = federation.place_of(1), tmp_path / "copy"
-    troubles = {
-        3: lambda: shutil.copytree(state, copy),
-        5: lambda: shutil.rmtree(state),
-        7: lambda: (shutil.rmtree(state), shutil.copytree(copy, state)),
-    }
-
-    def trouble(message):
-        troubles.pop(round_of(message), lambda: None)()
-
-    federation.grid.deliver = at({3, 5, 7}, 18, trouble)
-    federation.run()
-    for kind in ("resync", "lost"):
-        assert federation.incidents(kind) == [(5, 1), (7, 1)]
-    assert all(width >= 0 for row in federation.rows() for width in row["widths"])
-    assert federation.agree()
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses == sorted(losses, reverse=True)
-
-
-def test_a_damaged_state_on_disk_is_not_used(tmp_path):
-    federation = Federation(tmp_path, rounds=5)
-
-    def rot(message):
-        file = federation.mirror_of(1) / "state.json"
-        index = json.loads(file.read_text())
-        cell = index["current"]["arrays"]["track/position"]
-        cell["bytes"] = "0123" + cell["bytes"][4:]
-        file.write_text(json.dumps(index) if round_of(message) == 3 else "{")
-
-    federation.grid.deliver = at({3, 4}, 18, rot)
-    federation.run()
-    assert federation.incidents("resync") == [(3, 1), (4, 1)]
-    assert federation.agree()
-
-
-@pytest.mark.parametrize("keeps_state", [True, False])
-def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(tmp_path, keeps_state):
-    federation = Federation(tmp_path)
-    if not keeps_state:
-        federation.config["client-state-dir"] = "context"
-
-    federation.grid.deliver = at(4, 18, lambda _: federation.grid.restart_node(18))
-    final = federation.run()
-    assert federation.incidents("resync") == ([] if keeps_state else [(4, 1)])
-    assert np.array_equal(final, reference("qgd", 8).parameters) == keeps_state
-
-
-def test_a_node_that_comes_back_under_a_new_id_takes_its_place(tmp_path):
-    federation = Federation(tmp_path)
-
-    def lose_node(message):
-        federation.grid.restart_node(18, new_id=99)
-        return LOST
-
-    federation.grid.deliver = at(3, 18, lose_node)
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.total("resyncs") == 0
-    assert federation.rows()[-1]["widths"][1] > 0
-    assert federation.agree()
 
 
 def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
@@ -279,46 +127,6 @@ def test_by_default_a_client_is_a_node(tmp_path):
     federation = Federation(tmp_path, trust_partition_id=False)
     final = federation.run()  # indices follow node ids, and those the partitions here
     assert np.array_equal(final, reference("qgd", 8).parameters)
-
-
-def other_task(train):
-    """Return tasks whose training goes through a function, which is given theirs."""
-
-    def make(context):
-        task = task_of(context)
-        return replace(task, train=lambda *given: train(task.train, *given))
-
-    return make
-
-
-def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path):
-    def fragile(train, params, number, key):
-        if (number, key[1]) == (3, 1):
-            raise RuntimeError("out of memory")
-        return train(params, number, key)
-
-    federation = Federation(tmp_path, other_task(fragile))
-    federation.run()
-    assert federation.incidents("error") == [(3, 1)]
-    assert "out of memory" in federation.rows()[2]["incidents"][0]["text"]
-    assert federation.total("resyncs") == federation.total("rollbacks") == 0
-    assert federation.agree()
-
-
-def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path):
-    def sick(train, params, number, key):
-        loss, gradient = train(params, number, key)
-        if (number, key[1]) == (3, 1):
-            gradient = np.where(np.arange(len(gradient)) < 2, np.nan, gradient)
-        return loss, gradient
-
-    federation = Federation(tmp_path, other_task(sick))
-    final = federation.run()
-    assert federation.incidents("fault") == [(3, 1)]
-    (text,) = federation.texts()
-    assert "'parameters' holds NaN or infinity" in text
-    assert federation.agree()
-    assert np.isfinite(final).all()
 
 
 HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
@@ -377,7 +185,7 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     same = np.array_equal(lied.run(), honest.run())
     assert same == math.isfinite(lie)  # what is no number is refused, and the update with it
     kind = "outlier" if same else "rejected"
-    assert lied.incidents(kind) == [(k, 1) for k in (1, 2, 3, 4)]
+    assert lied.incidents()[kind] == [(k, 1) for k in (1, 2, 3, 4)]
     assert not honest.total("outliers")
     for row, fair in zip(lied.rows(), honest.rows(), strict=True):
         assert row["loss"] == pytest.approx(fair["loss"], rel=0.5)
@@ -396,7 +204,7 @@ def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path):
     federation.grid.answer = answer
     federation.run()
     assert [row["loss"] for row in federation.rows()] == [None] * 2
-    assert federation.incidents("outlier") == [(1, 1), (2, 1)]
+    assert federation.incidents()["outlier"] == [(1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -429,20 +237,9 @@ def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path, downlink)
         federation.run(loggers=[Killer(7)])
     federation.run()
     for kind in ("resync", "lost"):
-        assert sorted(federation.incidents(kind)) == [(5, 0), (5, 1), (5, 2)]
+        assert sorted(federation.incidents()[kind]) == [(5, 0), (5, 1), (5, 2)]
     assert all(width >= 0 for width in federation.rows()[4]["widths"])
     assert federation.agree()
-
-
-def test_another_run_does_not_go_on_in_the_same_directory(tmp_path):
-    federation = Federation(tmp_path, rounds=2)
-    federation.run()
-    federation.config["recipe"] = "laq"
-    with pytest.raises(ConfigError, match="another recipe, seed or model"):
-        federation.run()
-    federation.config |= {"recipe": "qgd", "num-clients": 4}
-    with pytest.raises(ConfigError, match="with num-clients 3, and num-clients is 4"):
-        federation.run()
 
 
 def test_a_damaged_checkpoint_is_noticed(tmp_path):
@@ -485,7 +282,7 @@ def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path):
 
     federation.grid.deliver = at(3, 25, replace_node)
     federation.run()
-    assert federation.incidents("resync") == [(4, 2)]
+    assert federation.incidents()["resync"] == [(4, 2)]
     saved = federation.checkpoint
     sizes = np.array([len(PROBLEM.clients[index].labels) for index in (0, 1, 0)])
     assert saved["num_samples"].tolist() == sizes.tolist()
@@ -504,7 +301,7 @@ def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, 
     federation = Federation(tmp_path, weighting="samples", rounds=3, trust_partition_id=trust)
     federation.grid.answer = claim(samples)
     federation.run()
-    assert federation.incidents("rejected") == [(k, 1) for k in (1, 2, 3)]
+    assert federation.incidents()["rejected"] == [(k, 1) for k in (1, 2, 3)]
     (refusal,) = federation.rows()[0]["incidents"]
     assert refusal["node"] == 18
     assert f"num-examples {samples}; with weighting samples it must be 1 to" in refusal["text"]
@@ -801,7 +598,7 @@ def test_the_days_to_keep_are_checked(tmp_path):
     federation = Federation(tmp_path, rounds=1, max_failed_rounds=1)
     federation.grid.node_configs[11]["aqg-state-days"] = 0
     federation.run()
-    assert federation.incidents("error") == [(1, 0)]
+    assert federation.incidents()["error"] == [(1, 0)]
 
 
 LOCAL = LocalTraining(batch_size=2, steps=3)

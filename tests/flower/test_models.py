@@ -336,7 +336,7 @@ def test_damaged_statistics_cost_that_clients_reply_only(tmp_path):
 
     federation.grid.answer = at({1, 2, 3}, 11, damage)
     final = federation.run(normalized())
-    assert {client for _, client in federation.incidents("rejected")} == {0}
+    assert {client for _, client in federation.incidents()["rejected"]} == {0}
     assert (final[1].running_var > 0).all()
 
 
