@@ -6,11 +6,9 @@ import math
 import os
 import shutil
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from hypothesis import given
@@ -21,7 +19,7 @@ from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
-from aqg.flower import FlowerTask, flatten, load_flat, make_client_app
+from aqg.flower import FlowerTask, make_client_app
 from aqg.flower.envelope import LARGE_BYTES, unpack
 from aqg.flower.journal import RunLogger
 from aqg.protocol.store import write_arrays
@@ -121,12 +119,6 @@ def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
     assert texts.keys() == {50, 51, 52}
     assert texts[50] == "node 50 reports partition 1, which is node 18"
     assert texts[51] == "node 51 reports partition 7; 0 to 2 are expected"
-
-
-def test_by_default_a_client_is_a_node(tmp_path):
-    federation = Federation(tmp_path, trust_partition_id=False)
-    final = federation.run()  # indices follow node ids, and those the partitions here
-    assert np.array_equal(final, reference("qgd", 8).parameters)
 
 
 HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
@@ -387,15 +379,6 @@ def test_client_and_server_must_mean_the_same_recipe(tmp_path):
     assert "do not agree on recipe 'qgd'" in federation.rows()[0]["incidents"][0]["text"]
 
 
-def test_a_recipe_can_be_an_object_on_both_sides(tmp_path):
-    recipe = replace(make_recipe("laq"), max_staleness=3)
-    federation = Federation(tmp_path)
-    federation.grid.client_app = make_client_app(task_of, recipe=recipe)
-    federation.run(recipe=recipe)
-    assert federation.total("errors") == 0
-    assert max(max(row["staleness"]) for row in federation.rows()) <= 4
-
-
 @pytest.mark.parametrize("downlink", [pytest.param("full", marks=pytest.mark.soak), "exact"])
 def test_large_models_travel_as_arrays(tmp_path, downlink):
     size = LARGE_BYTES // 3
@@ -420,64 +403,6 @@ def test_large_models_travel_as_arrays(tmp_path, downlink):
     ]  # fmt: skip
     assert np.allclose(final, start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
     assert federation.agree()
-
-
-def test_own_training_with_the_default_step_is_federated_averaging(tmp_path):
-    torch.manual_seed(2)
-    start = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4))
-    locals_ = []
-
-    def make_task(context):
-        module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4))
-        samples = samples_of(context)
-        features = torch.tensor(samples.features, dtype=torch.float32)
-
-        def train(module):
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            module.train()
-            for _ in range(3):
-                loss = torch.nn.functional.cross_entropy(
-                    module(features), torch.tensor(samples.labels)
-                )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            locals_.append(flatten(module))
-            return loss.item()
-
-        return FlowerTask.from_training(module, train, len(features))
-
-    options = {"recipe": "gd", "rounds": 1, "alpha": 0.0, "round_timeout": 60.0}
-    final = Federation(tmp_path, make_task, **options).run(flatten(start))
-    assert len(locals_) == 3
-    assert np.allclose(final, np.mean(locals_, axis=0), atol=1e-6)
-    load_flat(start, final)
-    assert np.array_equal(flatten(start), final)
-    with pytest.raises(
-        ConfigError, match=r"parameters have shape \(3,\); Sequential needs \(36,\)"
-    ):
-        load_flat(start, np.zeros(3))
-
-
-def test_a_module_and_its_data_make_a_task():
-    samples = PROBLEM.clients[0]
-    task = FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels, l2=0.1)
-    loss, gradient = task.train(np.zeros(21), 1, (0, 0, 1))
-    assert loss == pytest.approx(np.log(3))
-    assert gradient.shape == (21,)
-    assert task.num_samples == len(samples.labels)
-
-
-def test_a_module_trains_in_a_deployment(tmp_path):
-    def make_task(context):
-        samples = samples_of(context)
-        return FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels)
-
-    federation = Federation(tmp_path, make_task, rounds=3)
-    federation.run()
-    assert federation.total("errors") == 0
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses == sorted(losses, reverse=True)
 
 
 def test_tensorboard_shows_every_round(tmp_path):
@@ -549,6 +474,9 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
         ({"round-timeout": 0.0}, "round-timeout is 0.0; it must be above 0"),
         ({"tensorboard": True, "run-dir": ""}, "run-dir is empty"),
         ({"trust-partition-id": "yes"}, "it must be true or false"),
+        ({"metrics-every": -1}, "metrics-every is -1; it must be at least 0"),
+        ({"max-bytes": -1}, "max-bytes is -1; it must be at least 0"),
+        ({"patience": -1}, "patience is -1; it must be at least 0"),
     ],
 )
 def test_a_bad_setting_is_named(tmp_path, change, complaint):
@@ -658,3 +586,39 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path):
     federation.config["step"] = "fixed"
     with pytest.raises(ConfigError, match=r"step dog:average=8.* and step is fixed"):
         federation.run()
+
+
+def test_time_is_up(tmp_path):
+    federation = Federation(tmp_path, rounds=500, max_seconds=0.5)
+    federation.run()
+    assert 1 <= len(federation.rows()) < 100
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_enough_bytes(tmp_path):
+    federation = Federation(tmp_path, rounds=100, max_bytes=8000)
+    federation.run()
+    totals = np.cumsum([row["total_bytes"] for row in federation.rows()])
+    assert totals[-1] >= 8000
+    assert totals[-2] < 8000
+
+
+@pytest.mark.parametrize(("monitor", "sign"), [("accuracy", 1), ("-error", -1), ("score", 1)])
+def test_no_progress(tmp_path, monitor, sign):
+    """Rises, then stays: patience counts from the best on; NaN is no progress, and null on file."""
+    values = iter([0.1, 0.2, 0.3, 0.3, math.nan, 0.2, *[0.1] * 50])
+    federation = Federation(tmp_path, rounds=40, patience=3, monitor=monitor, metrics_every=1)
+    name = monitor.removeprefix("-")
+    federation.run(evaluate=lambda _: {name: sign * next(values), "other": 1.0})
+    rows = federation.rows()
+    assert len(rows) == 6
+    assert rows[4][f"test_{name}"] is None
+    assert rows[0]["test_other"] == 1.0
+    assert federation.summary["rounds"] == 6
+
+
+def test_which_rounds_are_measured(tmp_path):
+    federation = Federation(tmp_path, rounds=7, metrics_every=3)
+    federation.run(evaluate=PROBLEM.test_accuracy)
+    measured = [row["round"] for row in federation.rows() if "test_accuracy" in row]
+    assert measured == [1, 4, 7]
