@@ -34,28 +34,34 @@ def distance(arrays, target=OPTIMUM):
     return float(np.abs(arrays["layer.weight"].numpy() - target).max())
 
 
-def app_of(train, mods=(aqg_mod,)):
-    """Return an app whose handler answers with what a function makes of the model's tensors."""
+def app_answering(answer, mods=(aqg_mod,)):
+    """Return an app whose handler answers with the records that a function makes."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
     def handle(message: Message, context: Context) -> Message:
-        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        number = int(message.content["config"]["server-round"])
-        trained = train(values, number, context.node_id)
-        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
-        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
+        return Message(RecordDict(answer(message, context)), reply_to=message)
 
     return app
 
 
+def app_of(train, mods=(aqg_mod,)):
+    """Return an app whose handler answers with what a function makes of the model's tensors."""
+
+    def answer(message, context):
+        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        number = int(message.content["config"]["server-round"])
+        trained = train(values, number, context.node_id)
+        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
+        return {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+
+    return app_answering(answer, mods)
+
+
 def make_app(mods, noise=0.0, seen=None):
-    app = ClientApp(mods=mods)
     seen = [] if seen is None else seen
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def answer(message, context):
         client = int(context.node_config["partition-id"])
         config = message.content["config"]
         seen.append((client, dict(config), list(message.content)))
@@ -72,11 +78,11 @@ def make_app(mods, noise=0.0, seen=None):
         values["bn.running_mean"] = np.full(6, 1 + client, np.float32) / 3
         values["bn.num_batches_tracked"] = values["bn.num_batches_tracked"] + 2
         trained = ArrayRecord({key: Array(np.asarray(v)) for key, v in values.items()})
-        metrics = MetricRecord(
-            {"loss": float(np.square(weight - TARGETS[client]).mean()), "start": mean}
-            | {"num-examples": int(SIZES[client])}
-        )
-        return Message(RecordDict({name: trained, "metrics": metrics}), reply_to=message)
+        loss = float(np.square(weight - TARGETS[client]).mean())
+        metrics = {"loss": loss, "start": mean, "num-examples": int(SIZES[client])}
+        return {name: trained, "metrics": MetricRecord(metrics)}
+
+    app = app_answering(answer, mods)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
 
+from aqg.channel.settings import Settings
 from aqg.core.downlink import Condensed, make_downlink
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.flower import Compressed, aqg_mod, envelope, make_mod
+from aqg.flower.grid import CompressedGrid
 from aqg.wire.varint import write_varint
 
 from tests import commands
@@ -31,6 +33,7 @@ from tests.flower.small_app import (
     STRATEGIES,
     TARGETS,
     Own,
+    app_answering,
     app_of,
     distance,
     everyone,
@@ -294,24 +297,15 @@ def test_tensors_can_be_left_out(options):
 
 def test_several_records_and_low_level_grids():
     """Two models in one message, by a loop of the user's own over the grid."""
-    from flwr.app import Context, Message, RecordDict
-    from flwr.clientapp import ClientApp
 
-    from aqg.channel.settings import Settings
-    from aqg.flower.grid import CompressedGrid
-
-    app = ClientApp(mods=[aqg_mod])
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def answer(message, _context):
         content = {}
         for place, (name, arrays) in enumerate(message.content.array_records.items()):
             values = arrays["w"].numpy()
             content[name] = ArrayRecord({"w": Array(values + (1 + place) * (1 - values))})
-        content["extra"] = ArrayRecord({"other": Array(np.ones(3))})
-        return Message(RecordDict(content), reply_to=message)
+        return content | {"extra": ArrayRecord({"other": Array(np.ones(3))})}
 
-    grid = CompressedGrid(make_grid(app, 2), Settings(recipe="lean"))
+    grid = CompressedGrid(make_grid(app_answering(answer), 2), Settings(recipe="lean"))
     models = {name: np.zeros(500, np.float32) for name in ("model", "control")}
     for _ in range(8):
         content = RecordDict({n: ArrayRecord({"w": Array(v)}) for n, v in models.items()})
@@ -374,7 +368,7 @@ def forged(**fields):
 )
 def test_bad_replies_are_refused_by_name(change, text, recipe, caplog):
     """They are counted, cost one client's part of a round, and nothing is lost."""
-    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe=recipe)
+    strategy = Compressed(FedAvg(**unevaluated()), recipe=recipe)
     grid = make_grid()
 
     def answer(node, reply):
@@ -412,7 +406,7 @@ def test_hostile_envelopes_do_not_end_the_run(caplog):
         body += write_varint(3) + b"abc"
         return body + zlib.crc32(body).to_bytes(4, "little")
 
-    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)))
+    strategy = Compressed(FedAvg(**unevaluated()))
     grid = make_grid()
     left = list(rows)
 
@@ -434,7 +428,7 @@ def test_lost_messages_and_memories(tmp_path):
     import shutil
 
     rng = np.random.default_rng(0)
-    strategy = Compressed(FedAvg(**everyone(), fraction_evaluate=0.0), recipe="lean")
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
     state, wiped = tmp_path / "state", set()
 
     grid = make_grid()
@@ -476,31 +470,6 @@ def test_nodes_that_come_later():
     assert not strategy.counts.refused
 
 
-@pytest.mark.parametrize(("recipe", "bound"), [("lean", 0.1), ("auto", FLOOR)])
-def test_training_that_fails_and_recovers(recipe, bound, caplog):
-    """NaN is refused by name; an exception is Flower's own error."""
-
-    def troubled(message, context, call_next):
-        number = int(message.content["config"]["server-round"])
-        client = int(context.node_config["partition-id"])
-        if number == 3 and client == 0:
-            raise RuntimeError("no memory left")
-        reply = call_next(message, context)
-        if number in (4, 5) and client == 1 and message.metadata.message_type == "train":
-            name, arrays = next(iter(reply.content.array_records.items()))
-            bad = arrays["layer.weight"].numpy() * np.nan
-            reply.content[name] = ArrayRecord({**arrays, "layer.weight": Array(bad)})
-        return reply
-
-    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe=recipe)
-    result = run(strategy, make_grid(make_app([aqg_mod, troubled])), rounds=16)
-    assert strategy.counts.refused == {101: 2}
-    assert any(
-        "node 101" in line and "nothing that can be sent" in line for line in caplog.messages
-    )
-    assert distance(result.arrays) < bound
-
-
 def test_a_tensor_that_is_trained_later():
     """What was frozen at first is compressed from the round on in which it is trained."""
 
@@ -510,7 +479,7 @@ def test_a_tensor_that_is_trained_later():
         return values
 
     first = ArrayRecord({n: Array(np.zeros(2000, np.float16)) for n in "ab"})
-    strategy = Compressed(FedAvg(**everyone(fraction_evaluate=0.0)), recipe="lean")
+    strategy = Compressed(FedAvg(**unevaluated()), recipe="lean")
     app = app_of(train, mods=[make_mod()])
     result = strategy.start(make_grid(app), first, num_rounds=24)
     for name in "ab":

@@ -9,8 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from aqg import make_recipe
@@ -24,6 +23,7 @@ from tests.flower.small_app import (
     NUM_CLIENTS,
     SIZES,
     TARGETS,
+    app_answering,
     distance,
     everyone,
     first_arrays,
@@ -31,7 +31,7 @@ from tests.flower.small_app import (
 )
 from tests.flower.test_dropin import FLOOR, make_grid
 
-OPTIONS = {"round_timeout": 5.0, "start_timeout": 5.0, "step": "fixed"}
+OPTIONS = {"round_timeout": 60.0, "start_timeout": 5.0, "step": "fixed"}
 
 
 def make_strategy(**options):
@@ -136,15 +136,7 @@ def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
 
 
 def own_app(reply_with):
-    """Return an app whose handler answers with what a function makes."""
-    app = ClientApp(mods=[aqg_mod])
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        client = int(context.node_config["partition-id"])
-        return Message(reply_with(message, client), reply_to=message)
-
-    return app
+    return app_answering(lambda m, context: reply_with(m, int(context.node_config["partition-id"])))
 
 
 def trained(message, client, **metrics):
@@ -327,21 +319,20 @@ def test_a_module_with_tied_weights_serves_plain_clients():
             self.frozen = torch.nn.Linear(3, 1).requires_grad_(False)
 
     seen = []
-    app = ClientApp(mods=[aqg_mod])
 
-    @app.train()
-    def train(message, context):
+    def answer(message, _context):
         net = Tied()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         seen.append(net.first.weight.detach().clone())
         with torch.no_grad():
             net.first.weight += 1.0
         metrics = MetricRecord({"num-examples": 1})
-        content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
-        return Message(content, reply_to=message)
+        return {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
 
     start = Tied().first.weight.detach().clone()
-    result = make_strategy(recipe="gd").start(make_grid(app), Tied(), num_rounds=2)
+    result = make_strategy(recipe="gd").start(
+        make_grid(app_answering(answer)), Tied(), num_rounds=2
+    )
     assert list(result.arrays) == list(Tied().state_dict())
     for name in ("first.weight", "second.weight"):
         np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)

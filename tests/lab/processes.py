@@ -85,11 +85,7 @@ def run_command(arguments, environment, log, parent):
 class ProcessGroup:
     """Forks commands, which are gone once it is closed, or this process has ended.
 
-    Args:
-        directory: where logs go.
-        environment: variables for every process of the group.
-        preload: modules to import before the first fork; those of the first group count.
-
+    Modules of ``preload`` are imported before the first fork; those of the first group count.
     """
 
     def __init__(self, directory, environment, preload=()):
@@ -122,14 +118,7 @@ class ProcessGroup:
                 process.join(_END_SECONDS)
 
     def start(self, name, arguments, restart=False):
-        """Fork a process that runs a command.
-
-        Args:
-            name: what the process is called here; its output goes to ``<name>.log``.
-            arguments: the command and its arguments.
-            restart: start it again whenever it ends, until it is stopped.
-
-        """
+        """Fork a process that runs a command; with ``restart``, again whenever it ends."""
         with self._lock:
             what = (list(arguments), self._environment, str(self.log_of(name)))
             self._running[name] = process = self._context.Process(target=_forked, args=what)

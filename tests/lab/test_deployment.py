@@ -351,7 +351,10 @@ def processes_with(text):
 
 
 def test_the_meter_counts_what_passes():
-    with socket.create_server((HOST, 0)) as server, Meter(HOST, server.getsockname()[1]) as meter:
+    with (
+        socket.create_server((HOST, 0)) as server,
+        contextlib.closing(Meter(HOST, server.getsockname()[1])) as meter,
+    ):
         port = meter.listen("line")
         with socket.create_connection((HOST, port), timeout=60) as near:
             far, _ = server.accept()
