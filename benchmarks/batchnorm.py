@@ -22,20 +22,25 @@ from aqg.core.recipes import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.flower.resnet_app.resnet import task
-from tests.flower.resnet_simulation import ROUNDS, accuracy, make_simulation
+from tests.flower.resnet import (
+    SIMULATED_ROUNDS,
+    group_norm,
+    make_net,
+    make_simulation,
+    simulated_accuracy,
+)
 
 BASELINE = "gd"
 TWO_POINTS = 0.02
-NORMS = {"batch": nn.BatchNorm2d, "group": task.group_norm}
+NORMS = {"batch": nn.BatchNorm2d, "group": group_norm}
 
 
 def train(recipe: str, norm: str, rounds: int, seed: int) -> tuple[float, int, int]:
     """Return the final accuracy, the bytes uploaded, and how many rounds had faults."""
-    simulation = make_simulation(recipe, task.make_net(NORMS[norm]), seed)
+    simulation = make_simulation(recipe, make_net(NORMS[norm]), seed)
     records = [simulation.run_round(evaluate=False) for _ in range(rounds)]
     num_bytes = sum(record.upload_bytes for record in records)
-    return accuracy(simulation), num_bytes, sum(bool(record.faults) for record in records)
+    return simulated_accuracy(simulation), num_bytes, sum(bool(record.faults) for record in records)
 
 
 def verdict(is_within: dict[str, bool]) -> str:
@@ -48,7 +53,7 @@ def verdict(is_within: dict[str, bool]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", default=list(RECIPES), metavar="RECIPE")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=SIMULATED_ROUNDS)
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     recipes = [BASELINE, *(name for name in options.recipes if name != BASELINE)]

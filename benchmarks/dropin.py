@@ -487,7 +487,7 @@ def measure_strategies(options: argparse.Namespace) -> None:
 
     Every run is a line of the file, and runs that are there already are not run again.
     """
-    from tests.flower.digits_by_label import STRATEGIES, train
+    from benchmarks.digits_by_label import STRATEGIES, train
 
     options.out.touch()
     rows = read_rows(options.out)

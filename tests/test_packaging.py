@@ -188,15 +188,16 @@ def test_the_two_lines_run_on_the_oldest_and_on_the_newest_flower(built, tmp_pat
     flower = installed(built, tmp_path / "env", *requirements, constraints="")
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "tests/flower/two_lines_simulation.py")
-    out = run(str(flower.bin / "python"), script, **flower.settings | quiet | ray)
-    found = json.loads(out.splitlines()[-1])
+    script = str(ROOT / "tests/flower/simulation.py")
+    command = str(flower.bin / "python"), script, "4", "FedAvg"
+    found = json.loads(run(*command, **flower.settings | quiet | ray).splitlines()[-1])
     assert found["version"].startswith(OLDEST) == version.startswith("==")
-    assert found["evaluated"] == [1, 2, 3, 4]
-    assert found["refused"] == 0
-    assert found["up"] < found["plain_up"] / 20
-    assert found["down"] < found["plain_down"] / 3  # of four, the first is the whole model
-    assert found["distance"] < found["start"]
+    simulated = found["FedAvg"]
+    assert simulated["evaluated"] == [1, 2, 3, 4]
+    assert simulated["refused"] == 0
+    assert simulated["up"] < simulated["plain_up"] / 20
+    assert simulated["down"] < simulated["plain_down"] / 3  # of four, the first is the whole model
+    assert simulated["distance"] < 2  # of 2.3
     script = str(ROOT / "tests/flower/two_lines_deployment.py")
     out = run(str(flower.bin / "python"), script, str(tmp_path / "deployment"), **flower.settings)
     found = json.loads(out.splitlines()[-1])

@@ -1,18 +1,10 @@
 """NVIDIA FLARE: one line in a job or recipe, ``compress(recipe)``, and both directions are small.
 
-It adds two filters to a job, each of which has two halves:
-
-================= ====================================== =====================================
-filter            task data                              task result
-================= ====================================== =====================================
-`ServerFilter`    puts an order in place of the model    makes weights of an update again
-`ClientFilter`    makes the model of an order            puts an update in place of the weights
-================= ====================================== =====================================
-
-Trainers, controllers and aggregators see what they see without them. A broadcast task has one
-object of data for all clients: it is read, and never written to. A client keeps its copy of the
-model in the job's folder, and says with every request which version that is; one that holds none
-is sent the whole model.
+It adds two filters to a job: `ServerFilter` puts orders in place of models and makes weights of
+updates again, `ClientFilter` does the reverse. Trainers, controllers and aggregators see what they
+see without them. A broadcast task has one object of data for all clients: it is read, and never
+written to. A client keeps its copy of the model in the job's folder, and says with every request
+which version that is; one that holds none is sent the whole model.
 """
 
 from __future__ import annotations
@@ -117,12 +109,7 @@ class ServerFilter(_ModelFilter):
         recipe: the compressor, one of ``aqg recipes``. ``auto`` suits aggregators that take a mean;
             ``auto:noise=0.1`` server optimizers that divide by the root of past squares; ``lean``
             aggregators that look at single results, as medians do.
-        bits: the most bits per parameter of recipes that have such a limit.
-        max_staleness: after how many skips in a row a client sends something all the same.
-        include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
-        exclude: patterns for the names of tensors that travel as they are.
-        downlink: how clients' copy of the model follows the server's; by default the recipe's own.
-        seed: of recipes that draw, and of a first model that is drawn.
+        bits, max_staleness, include, exclude, downlink, seed: as of `aqg.flower.Compressed`.
         start: how the first model travels: ``"exact"``; ``"rounded"`` to 8 bits; ``"seed"``, drawn
             on both sides, with which training starts from another fresh model than the job's; or
             ``"digest"``, where sites have it in a file (see `ClientFilter`).
@@ -140,13 +127,11 @@ class ServerFilter(_ModelFilter):
         start: str = "exact",
     ) -> None:
         super().__init__()
-        self.start = start
+        # FLARE reads them from attributes when it writes the job
         self.recipe, self.bits, self.max_staleness = recipe, bits, max_staleness
-        self.include, self.exclude = (
-            [patterns] if isinstance(patterns, str) else list(patterns)
-            for patterns in (include, exclude)
-        )
-        self.downlink, self.seed = downlink, seed
+        self.include = [include] if isinstance(include, str) else list(include)
+        self.exclude = [exclude] if isinstance(exclude, str) else list(exclude)
+        self.downlink, self.seed, self.start = downlink, seed, start
         self._settings()  # what is wrong is said where the job is written
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -299,9 +284,6 @@ class _Client:
         self._memory = _Memory(folder)
         self._held: Held | None = None
 
-    def _first(self) -> Values | None:
-        return _arrays(read_tensors(Path(self._own.first))) if self._own.first else None
-
     def announce(self, fl_ctx: FLContext) -> None:
         fl_ctx.set_prop(_HELD, self._memory.held(), private=False, sticky=True)
 
@@ -314,9 +296,10 @@ class _Client:
             raise MessageError(
                 f"the server has aqg {version}, this site {__version__}; both need the same version"
             )
+        first, whole = self._own.first, dxo.data.get(_WHOLE)
+        own = (lambda: _arrays(read_tensors(Path(first)))) if first else (lambda: None)
         try:
-            whole = dxo.data.get(_WHOLE)
-            self._held = receive(dxo.data[_PART], whole, self._memory, version, None, self._first)
+            self._held = receive(dxo.data[_PART], whole, self._memory, version, None, own)
         except OutOfReachError as error:
             self._memory.forget()
             raise MessageError(f"{error}; the next task brings the whole model") from None
@@ -346,9 +329,7 @@ class _Memory(Memory):
     """A client's memory in the job's folder, which a new process of the job finds again."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._note = folder / "held"
-        self._types = folder / "torch.json"
+        self._folder, self._note, self._types = folder, folder / "held", folder / "torch.json"
 
     def runs(self) -> list[str]:
         return [file.parent.name for file in self._folder.glob("*/state.json")]
@@ -357,7 +338,7 @@ class _Memory(Memory):
         return DirectoryVault(self._folder / name)
 
     def held(self) -> str:
-        """Return the run and the version of the model that is held; empty where there is none."""
+        """Return the run and the version of the model that is held, if any."""
         return self._note.read_text() if self._note.exists() else ""
 
     def torch_types(self) -> dict[str, str]:
@@ -387,8 +368,11 @@ def _arrays(data: Mapping[str, Any]) -> Values | None:
 
 def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the types of tensors that are torch's; arrays are left out."""
-    tensors = {n: v for n, v in data.items() if not isinstance(v, np.ndarray | np.generic)}
-    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
+    return {
+        name: str(value.dtype).removeprefix("torch.")
+        for name, value in data.items()
+        if not isinstance(value, np.ndarray | np.generic)
+    }
 
 
 def _like(values: Mapping[str, Tensor], types: Mapping[str, str]) -> dict[str, Any]:

@@ -2,21 +2,16 @@
 
 import json
 
-import numpy as np
-
 from aqg import make_recipe
-from aqg.channel.client import CopyStore
-from aqg.core.downlink import resolve_downlink
 from aqg.core.recipe import kind_of_updates
-from aqg.core.server import Step
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.journal import RunLogger
-from aqg.protocol.book import book_from_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
+from aqg.protocol.store import read_arrays
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
+from tests.flower.saved import Saved
 from tests.problems import tiny_problem
 
 ALPHA = 0.1
@@ -100,10 +95,13 @@ class Federation:
     def total(self, name):
         return sum(row[name] for row in self.rows())
 
-    def incidents(self, kind):
-        """Return round and client of every incident of a kind."""
-        found = [(row["round"], row.get("incidents", [])) for row in self.rows()]
-        return [(k, one["client"]) for k, row in found for one in row if one["kind"] == kind]
+    def incidents(self):
+        """Return round and client of all incidents, by their kinds."""
+        found = {}
+        for row in self.rows():
+            for one in row.get("incidents", []):
+                found.setdefault(one["kind"], []).append((row["round"], one["client"]))
+        return found
 
     def texts(self):
         """Return what is said of all incidents."""
@@ -122,27 +120,10 @@ class Federation:
 
     def agree(self):
         """Whether every client's mirror and model on disk are the server's."""
-        arrays = self.checkpoint
         updates = kind_of_updates(self.config["exact"], self.config.get("fraction-train", 1.0))
         recipe = make_recipe(self.config["recipe"]).for_updates(updates)
-        downlink = resolve_downlink(self.config["downlink"], recipe)
-        book = book_from_arrays(arrays, recipe, Step(0.0, downlink=downlink), None)
-        digest = arrays["copy_digest"].tobytes()  # of the final evaluation
-        for client in range(3):
-            path, run = self.mirror_of(client), f"{arrays['run']}0"
-            mirror = ClientStore(DirectoryVault(path), path.name).load()
-            held = CopyStore(DirectoryVault(self.place_of(client) / run), run).load()
-            assert mirror is not None
-            assert held is not None
-            position = mirror.current.state.track.position[0]
-            if (
-                mirror.current.stamp != book.entries[client].stamp
-                or held[0].digest != digest
-                or not np.array_equal(position, book.state.mirror(client))
-                or not np.array_equal(held[0].vector, book.parameters)
-            ):
-                return False
-        return True
+        saved = Saved(self.path / "run", recipe, self.config["downlink"])
+        return all(saved.agrees(client, self.place_of(client)) for client in range(3))
 
 
 def reference(recipe, rounds, step_size=ALPHA, **training):

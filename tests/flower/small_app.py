@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import FedAvg, Strategy
 
 from aqg.flower import aqg_mod
 
@@ -32,28 +34,34 @@ def distance(arrays, target=OPTIMUM):
     return float(np.abs(arrays["layer.weight"].numpy() - target).max())
 
 
-def app_of(train, mods=(aqg_mod,)):
-    """Return an app whose handler answers with what a function makes of the model's tensors."""
+def app_answering(answer, mods=(aqg_mod,)):
+    """Return an app whose handler answers with the records that a function makes."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
     def handle(message: Message, context: Context) -> Message:
-        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        number = int(message.content["config"]["server-round"])
-        trained = train(values, number, context.node_id)
-        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
-        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
+        return Message(RecordDict(answer(message, context)), reply_to=message)
 
     return app
 
 
+def app_of(train, mods=(aqg_mod,)):
+    """Return an app whose handler answers with what a function makes of the model's tensors."""
+
+    def answer(message, context):
+        values = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        number = int(message.content["config"]["server-round"])
+        trained = train(values, number, context.node_id)
+        arrays = ArrayRecord({name: Array(np.asarray(value)) for name, value in trained.items()})
+        return {"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}
+
+    return app_answering(answer, mods)
+
+
 def make_app(mods, noise=0.0, seen=None):
-    app = ClientApp(mods=mods)
     seen = [] if seen is None else seen
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def answer(message, context):
         client = int(context.node_config["partition-id"])
         config = message.content["config"]
         seen.append((client, dict(config), list(message.content)))
@@ -70,11 +78,11 @@ def make_app(mods, noise=0.0, seen=None):
         values["bn.running_mean"] = np.full(6, 1 + client, np.float32) / 3
         values["bn.num_batches_tracked"] = values["bn.num_batches_tracked"] + 2
         trained = ArrayRecord({key: Array(np.asarray(v)) for key, v in values.items()})
-        metrics = MetricRecord(
-            {"loss": float(np.square(weight - TARGETS[client]).mean()), "start": mean}
-            | {"num-examples": int(SIZES[client])}
-        )
-        return Message(RecordDict({name: trained, "metrics": metrics}), reply_to=message)
+        loss = float(np.square(weight - TARGETS[client]).mean())
+        metrics = {"loss": loss, "start": mean, "num-examples": int(SIZES[client])}
+        return {name: trained, "metrics": MetricRecord(metrics)}
+
+    app = app_answering(answer, mods)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -86,3 +94,66 @@ def make_app(mods, noise=0.0, seen=None):
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
+
+
+def everyone(**options):
+    return {
+        "min_train_nodes": NUM_CLIENTS,
+        "min_available_nodes": NUM_CLIENTS,
+        "min_evaluate_nodes": NUM_CLIENTS,
+    } | options
+
+
+def unevaluated(**options):
+    return everyone(fraction_evaluate=0.0, **options)
+
+
+class Own(Strategy):
+    """A strategy of one's own: a coordinate-wise mean of the middle half."""
+
+    def __init__(self):
+        self.inner = FedAvg(**everyone())
+
+    def configure_train(self, *arguments):
+        return self.inner.configure_train(*arguments)
+
+    def configure_evaluate(self, *arguments):
+        return self.inner.configure_evaluate(*arguments)
+
+    def aggregate_evaluate(self, *arguments):
+        return self.inner.aggregate_evaluate(*arguments)
+
+    def aggregate_train(self, server_round, replies):
+        contents = [reply.content for reply in replies if not reply.has_error()]
+        names = list(contents[0]["arrays"])
+        middle = {
+            n: np.sort(np.stack([c["arrays"][n].numpy() for c in contents]), 0)[1:-1].mean(0)
+            for n in names
+        }
+        arrays = ArrayRecord({n: Array(np.asarray(v)) for n, v in middle.items()})
+        return arrays, MetricRecord({"replies": len(contents)})
+
+    def summary(self):
+        pass
+
+
+STRATEGIES = {
+    "FedAvg": lambda: FedAvg(**everyone()),
+    "FedAvgM": lambda: flower.FedAvgM(**everyone(server_momentum=0.3, server_learning_rate=0.8)),
+    "FedProx": lambda: flower.FedProx(**everyone(proximal_mu=0.1)),
+    "FedAdam": lambda: flower.FedAdam(**everyone(eta=0.1, tau=0.01)),
+    "FedYogi": lambda: flower.FedYogi(**everyone(eta=0.1, tau=0.01)),
+    "FedAdagrad": lambda: flower.FedAdagrad(**everyone(eta=0.3, tau=0.1)),
+    "FedMedian": lambda: flower.FedMedian(**everyone()),
+    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(**everyone(beta=0.25)),
+    "Krum": lambda: flower.Krum(**everyone(num_malicious_nodes=1)),
+    "MultiKrum": lambda: flower.MultiKrum(**everyone(num_malicious_nodes=1, num_nodes_to_select=2)),
+    "DP": lambda: flower.DifferentialPrivacyServerSideFixedClipping(
+        FedAvg(**everyone()), 0.001, 20.0, NUM_CLIENTS
+    ),
+    "DP adaptive": lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(**everyone()), 0.01, NUM_CLIENTS, clipped_count_stddev=0.1
+    ),
+    "own": Own,
+}
+"""Every kind, with all clients in every round."""

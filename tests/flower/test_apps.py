@@ -6,12 +6,10 @@ import math
 import os
 import shutil
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +19,8 @@ from aqg.core.downlink import make_downlink, resolve_downlink
 from aqg.core.optimizers import make_optimizer
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
-from aqg.flower import FlowerTask, flatten, load_flat, make_client_app
-from aqg.flower.envelope import LARGE_BYTES, pack, unpack
+from aqg.flower import FlowerTask, make_client_app
+from aqg.flower.envelope import LARGE_BYTES, unpack
 from aqg.flower.journal import RunLogger
 from aqg.protocol.store import write_arrays
 from aqg.sim.record import DROPPED
@@ -42,7 +40,8 @@ from tests.flower.federation import (
     samples_of,
     task_of,
 )
-from tests.flower.own_messages import change_metrics, change_reply, envelope_of, flipped, reply_in
+from tests.flower.own_messages import change_metrics, change_reply
+from tests.flower.test_faults import other_task
 from tests.problems import crossed, some_recipes
 
 CASES = [
@@ -89,92 +88,6 @@ def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink)
     assert np.array_equal(federation.run(), simulation.parameters)
 
 
-def test_a_lost_reply_is_rolled_back(tmp_path):
-    federation = Federation(tmp_path)
-    federation.grid.answer = at(3, 18)
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.rows()[2]["widths"][1] == -1
-    assert federation.agree()
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses[-1] < losses[2] < losses[0]
-
-
-def test_a_late_reply_and_a_second_one_are_thrown_away(tmp_path):
-    federation = Federation(tmp_path)
-    held = []
-
-    def delay(node, reply):
-        if round_of(reply) == 3 and node == 18:
-            held.append(reply)
-            return None
-        if round_of(reply) == 4 and node == 11:
-            federation.grid.replies += [*held, reply]  # one too late, one of two alike
-        return reply
-
-    federation.grid.answer = delay
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.agree()
-
-
-def test_replies_to_nothing_and_from_nobody_change_nothing(tmp_path):
-    clean = Federation(tmp_path / "clean").run()
-    federation = Federation(tmp_path / "forged")
-
-    def forge(node, reply):
-        if round_of(reply) == 3:
-            stranger = Message(reply.content, reply_to=reply)
-            stranger.metadata.__dict__["_reply_to_message_id"] = "message-0"
-            federation.grid.extra.append(stranger)
-        return reply
-
-    federation.grid.answer = forge
-    assert np.array_equal(federation.run(), clean)
-
-
-def damage_frame(reply):
-    change_reply(reply, frame=flipped(reply_in(reply).frame))
-
-
-def damage_round(reply):
-    change_reply(reply, round=1)
-
-
-def damage_kind(reply):
-    reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
-
-
-def damage_version(reply):
-    envelope = envelope_of(reply)
-    envelope.version, envelope.says_version = "0.0.9", True
-    reply.content["aqg"] = pack(envelope)
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (damage_frame, "checksum|reference"),
-        (damage_round, "version 1"),
-        (damage_kind, "not bytes"),
-        (damage_version, "aqg 0.0.9"),
-    ],
-)
-def test_a_damaged_reply_costs_that_client_its_update_only(tmp_path, damage, complaint):
-    federation = Federation(tmp_path, rounds=6)
-
-    federation.grid.answer = at(3, 18, damage)
-    federation.run()
-    assert federation.incidents("rejected") == [(3, 1)]
-    (incident,) = federation.rows()[2]["incidents"]
-    assert incident["node"] == 18
-    assert any(part in incident["text"] for part in complaint.split("|"))
-    assert federation.incidents("rollback") == [(4, 1)]
-    assert federation.agree()
-
-
 scalars = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=40)
 )
@@ -193,73 +106,6 @@ def test_content_of_any_kind_is_read_or_refused(content):
         unpack(RecordDict(content))
 
 
-@pytest.mark.parametrize("downlink", ["exact", "condensed"])
-def test_a_wiped_node_starts_again_and_a_restored_one_too(tmp_path, downlink):
-    """What it lacks is sent in the same round."""
-    federation = Federation(tmp_path, rounds=9, downlink=downlink, round_timeout=30.0)
-    state, copy = federation.place_of(1), tmp_path / "copy"
-    troubles = {
-        3: lambda: shutil.copytree(state, copy),
-        5: lambda: shutil.rmtree(state),
-        7: lambda: (shutil.rmtree(state), shutil.copytree(copy, state)),
-    }
-
-    def trouble(message):
-        troubles.pop(round_of(message), lambda: None)()
-
-    federation.grid.deliver = at({3, 5, 7}, 18, trouble)
-    federation.run()
-    for kind in ("resync", "lost"):
-        assert federation.incidents(kind) == [(5, 1), (7, 1)]
-    assert all(width >= 0 for row in federation.rows() for width in row["widths"])
-    assert federation.agree()
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses == sorted(losses, reverse=True)
-
-
-def test_a_damaged_state_on_disk_is_not_used(tmp_path):
-    federation = Federation(tmp_path, rounds=5)
-
-    def rot(message):
-        file = federation.mirror_of(1) / "state.json"
-        index = json.loads(file.read_text())
-        cell = index["current"]["arrays"]["track/position"]
-        cell["bytes"] = "0123" + cell["bytes"][4:]
-        file.write_text(json.dumps(index) if round_of(message) == 3 else "{")
-
-    federation.grid.deliver = at({3, 4}, 18, rot)
-    federation.run()
-    assert federation.incidents("resync") == [(3, 1), (4, 1)]
-    assert federation.agree()
-
-
-@pytest.mark.parametrize("keeps_state", [True, False])
-def test_a_restarted_node_goes_on_where_it_was_if_its_state_is_on_disk(tmp_path, keeps_state):
-    federation = Federation(tmp_path)
-    if not keeps_state:
-        federation.config["client-state-dir"] = "context"
-
-    federation.grid.deliver = at(4, 18, lambda _: federation.grid.restart_node(18))
-    final = federation.run()
-    assert federation.incidents("resync") == ([] if keeps_state else [(4, 1)])
-    assert np.array_equal(final, reference("qgd", 8).parameters) == keeps_state
-
-
-def test_a_node_that_comes_back_under_a_new_id_takes_its_place(tmp_path):
-    federation = Federation(tmp_path)
-
-    def lose_node(message):
-        federation.grid.restart_node(18, new_id=99)
-        return LOST
-
-    federation.grid.deliver = at(3, 18, lose_node)
-    federation.run()
-    assert federation.incidents("missing") == [(3, 1)]
-    assert federation.total("resyncs") == 0
-    assert federation.rows()[-1]["widths"][1] > 0
-    assert federation.agree()
-
-
 def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
     federation = Federation(tmp_path)
     clean = reference("qgd", 8).parameters
@@ -273,52 +119,6 @@ def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
     assert texts.keys() == {50, 51, 52}
     assert texts[50] == "node 50 reports partition 1, which is node 18"
     assert texts[51] == "node 51 reports partition 7; 0 to 2 are expected"
-
-
-def test_by_default_a_client_is_a_node(tmp_path):
-    federation = Federation(tmp_path, trust_partition_id=False)
-    final = federation.run()  # indices follow node ids, and those the partitions here
-    assert np.array_equal(final, reference("qgd", 8).parameters)
-
-
-def other_task(train):
-    """Return tasks whose training goes through a function, which is given theirs."""
-
-    def make(context):
-        task = task_of(context)
-        return replace(task, train=lambda *given: train(task.train, *given))
-
-    return make
-
-
-def test_a_client_that_raises_is_counted_and_keeps_its_state(tmp_path):
-    def fragile(train, params, number, key):
-        if (number, key[1]) == (3, 1):
-            raise RuntimeError("out of memory")
-        return train(params, number, key)
-
-    federation = Federation(tmp_path, other_task(fragile))
-    federation.run()
-    assert federation.incidents("error") == [(3, 1)]
-    assert "out of memory" in federation.rows()[2]["incidents"][0]["text"]
-    assert federation.total("resyncs") == federation.total("rollbacks") == 0
-    assert federation.agree()
-
-
-def test_a_gradient_that_is_not_finite_is_reported_and_not_sent(tmp_path):
-    def sick(train, params, number, key):
-        loss, gradient = train(params, number, key)
-        if (number, key[1]) == (3, 1):
-            gradient = np.where(np.arange(len(gradient)) < 2, np.nan, gradient)
-        return loss, gradient
-
-    federation = Federation(tmp_path, other_task(sick))
-    final = federation.run()
-    assert federation.incidents("fault") == [(3, 1)]
-    (text,) = federation.texts()
-    assert "'parameters' holds NaN or infinity" in text
-    assert federation.agree()
-    assert np.isfinite(final).all()
 
 
 HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
@@ -377,7 +177,7 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     same = np.array_equal(lied.run(), honest.run())
     assert same == math.isfinite(lie)  # what is no number is refused, and the update with it
     kind = "outlier" if same else "rejected"
-    assert lied.incidents(kind) == [(k, 1) for k in (1, 2, 3, 4)]
+    assert lied.incidents()[kind] == [(k, 1) for k in (1, 2, 3, 4)]
     assert not honest.total("outliers")
     for row, fair in zip(lied.rows(), honest.rows(), strict=True):
         assert row["loss"] == pytest.approx(fair["loss"], rel=0.5)
@@ -396,7 +196,7 @@ def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path):
     federation.grid.answer = answer
     federation.run()
     assert [row["loss"] for row in federation.rows()] == [None] * 2
-    assert federation.incidents("outlier") == [(1, 1), (2, 1)]
+    assert federation.incidents()["outlier"] == [(1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -429,20 +229,9 @@ def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path, downlink)
         federation.run(loggers=[Killer(7)])
     federation.run()
     for kind in ("resync", "lost"):
-        assert sorted(federation.incidents(kind)) == [(5, 0), (5, 1), (5, 2)]
+        assert sorted(federation.incidents()[kind]) == [(5, 0), (5, 1), (5, 2)]
     assert all(width >= 0 for width in federation.rows()[4]["widths"])
     assert federation.agree()
-
-
-def test_another_run_does_not_go_on_in_the_same_directory(tmp_path):
-    federation = Federation(tmp_path, rounds=2)
-    federation.run()
-    federation.config["recipe"] = "laq"
-    with pytest.raises(ConfigError, match="another recipe, seed or model"):
-        federation.run()
-    federation.config |= {"recipe": "qgd", "num-clients": 4}
-    with pytest.raises(ConfigError, match="with num-clients 3, and num-clients is 4"):
-        federation.run()
 
 
 def test_a_damaged_checkpoint_is_noticed(tmp_path):
@@ -485,7 +274,7 @@ def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path):
 
     federation.grid.deliver = at(3, 25, replace_node)
     federation.run()
-    assert federation.incidents("resync") == [(4, 2)]
+    assert federation.incidents()["resync"] == [(4, 2)]
     saved = federation.checkpoint
     sizes = np.array([len(PROBLEM.clients[index].labels) for index in (0, 1, 0)])
     assert saved["num_samples"].tolist() == sizes.tolist()
@@ -504,7 +293,7 @@ def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, 
     federation = Federation(tmp_path, weighting="samples", rounds=3, trust_partition_id=trust)
     federation.grid.answer = claim(samples)
     federation.run()
-    assert federation.incidents("rejected") == [(k, 1) for k in (1, 2, 3)]
+    assert federation.incidents()["rejected"] == [(k, 1) for k in (1, 2, 3)]
     (refusal,) = federation.rows()[0]["incidents"]
     assert refusal["node"] == 18
     assert f"num-examples {samples}; with weighting samples it must be 1 to" in refusal["text"]
@@ -590,15 +379,6 @@ def test_client_and_server_must_mean_the_same_recipe(tmp_path):
     assert "do not agree on recipe 'qgd'" in federation.rows()[0]["incidents"][0]["text"]
 
 
-def test_a_recipe_can_be_an_object_on_both_sides(tmp_path):
-    recipe = replace(make_recipe("laq"), max_staleness=3)
-    federation = Federation(tmp_path)
-    federation.grid.client_app = make_client_app(task_of, recipe=recipe)
-    federation.run(recipe=recipe)
-    assert federation.total("errors") == 0
-    assert max(max(row["staleness"]) for row in federation.rows()) <= 4
-
-
 @pytest.mark.parametrize("downlink", [pytest.param("full", marks=pytest.mark.soak), "exact"])
 def test_large_models_travel_as_arrays(tmp_path, downlink):
     size = LARGE_BYTES // 3
@@ -623,64 +403,6 @@ def test_large_models_travel_as_arrays(tmp_path, downlink):
     ]  # fmt: skip
     assert np.allclose(final, start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
     assert federation.agree()
-
-
-def test_own_training_with_the_default_step_is_federated_averaging(tmp_path):
-    torch.manual_seed(2)
-    start = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4))
-    locals_ = []
-
-    def make_task(context):
-        module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4))
-        samples = samples_of(context)
-        features = torch.tensor(samples.features, dtype=torch.float32)
-
-        def train(module):
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            module.train()
-            for _ in range(3):
-                loss = torch.nn.functional.cross_entropy(
-                    module(features), torch.tensor(samples.labels)
-                )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            locals_.append(flatten(module))
-            return loss.item()
-
-        return FlowerTask.from_training(module, train, len(features))
-
-    options = {"recipe": "gd", "rounds": 1, "alpha": 0.0, "round_timeout": 60.0}
-    final = Federation(tmp_path, make_task, **options).run(flatten(start))
-    assert len(locals_) == 3
-    assert np.allclose(final, np.mean(locals_, axis=0), atol=1e-6)
-    load_flat(start, final)
-    assert np.array_equal(flatten(start), final)
-    with pytest.raises(
-        ConfigError, match=r"parameters have shape \(3,\); Sequential needs \(36,\)"
-    ):
-        load_flat(start, np.zeros(3))
-
-
-def test_a_module_and_its_data_make_a_task():
-    samples = PROBLEM.clients[0]
-    task = FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels, l2=0.1)
-    loss, gradient = task.train(np.zeros(21), 1, (0, 0, 1))
-    assert loss == pytest.approx(np.log(3))
-    assert gradient.shape == (21,)
-    assert task.num_samples == len(samples.labels)
-
-
-def test_a_module_trains_in_a_deployment(tmp_path):
-    def make_task(context):
-        samples = samples_of(context)
-        return FlowerTask.from_module(torch.nn.Linear(6, 3), samples.features, samples.labels)
-
-    federation = Federation(tmp_path, make_task, rounds=3)
-    federation.run()
-    assert federation.total("errors") == 0
-    losses = [row["loss"] for row in federation.rows()]
-    assert losses == sorted(losses, reverse=True)
 
 
 def test_tensorboard_shows_every_round(tmp_path):
@@ -752,6 +474,9 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
         ({"round-timeout": 0.0}, "round-timeout is 0.0; it must be above 0"),
         ({"tensorboard": True, "run-dir": ""}, "run-dir is empty"),
         ({"trust-partition-id": "yes"}, "it must be true or false"),
+        ({"metrics-every": -1}, "metrics-every is -1; it must be at least 0"),
+        ({"max-bytes": -1}, "max-bytes is -1; it must be at least 0"),
+        ({"patience": -1}, "patience is -1; it must be at least 0"),
     ],
 )
 def test_a_bad_setting_is_named(tmp_path, change, complaint):
@@ -801,7 +526,7 @@ def test_the_days_to_keep_are_checked(tmp_path):
     federation = Federation(tmp_path, rounds=1, max_failed_rounds=1)
     federation.grid.node_configs[11]["aqg-state-days"] = 0
     federation.run()
-    assert federation.incidents("error") == [(1, 0)]
+    assert federation.incidents()["error"] == [(1, 0)]
 
 
 LOCAL = LocalTraining(batch_size=2, steps=3)
@@ -861,3 +586,39 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path):
     federation.config["step"] = "fixed"
     with pytest.raises(ConfigError, match=r"step dog:average=8.* and step is fixed"):
         federation.run()
+
+
+def test_time_is_up(tmp_path):
+    federation = Federation(tmp_path, rounds=500, max_seconds=0.5)
+    federation.run()
+    assert 1 <= len(federation.rows()) < 100
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_enough_bytes(tmp_path):
+    federation = Federation(tmp_path, rounds=100, max_bytes=8000)
+    federation.run()
+    totals = np.cumsum([row["total_bytes"] for row in federation.rows()])
+    assert totals[-1] >= 8000
+    assert totals[-2] < 8000
+
+
+@pytest.mark.parametrize(("monitor", "sign"), [("accuracy", 1), ("-error", -1), ("score", 1)])
+def test_no_progress(tmp_path, monitor, sign):
+    """Rises, then stays: patience counts from the best on; NaN is no progress, and null on file."""
+    values = iter([0.1, 0.2, 0.3, 0.3, math.nan, 0.2, *[0.1] * 50])
+    federation = Federation(tmp_path, rounds=40, patience=3, monitor=monitor, metrics_every=1)
+    name = monitor.removeprefix("-")
+    federation.run(evaluate=lambda _: {name: sign * next(values), "other": 1.0})
+    rows = federation.rows()
+    assert len(rows) == 6
+    assert rows[4][f"test_{name}"] is None
+    assert rows[0]["test_other"] == 1.0
+    assert federation.summary["rounds"] == 6
+
+
+def test_which_rounds_are_measured(tmp_path):
+    federation = Federation(tmp_path, rounds=7, metrics_every=3)
+    federation.run(evaluate=PROBLEM.test_accuracy)
+    measured = [row["round"] for row in federation.rows() if "test_accuracy" in row]
+    assert measured == [1, 4, 7]

@@ -16,8 +16,14 @@ from aqg.flower.compressed import own_recipe
 from aqg.flower.grid import CompressedGrid
 
 from tests.flower.memory_grid import MemoryGrid
-from tests.flower.small_app import NUM_CLIENTS, distance, first_arrays, make_app
-from tests.flower.test_dropin import everyone, unevaluated
+from tests.flower.small_app import (
+    NUM_CLIENTS,
+    distance,
+    everyone,
+    first_arrays,
+    make_app,
+    unevaluated,
+)
 
 
 class SlowGrid(MemoryGrid):

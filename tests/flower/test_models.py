@@ -5,15 +5,17 @@ import pytest
 import torch
 from torch import nn
 
+import aqg
 from aqg import make_recipe
 from aqg.core.step_sizes import make_step
 from aqg.errors import ConfigError
-from aqg.flower import FlowerTask
+from aqg.flower import FlowerTask, flatten, load_flat
 from aqg.objectives import Objective
 from aqg.objectives.layout import ModelLayout
 from aqg.sim.problem import Problem
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
+from aqg.weights import read_notes
 
 from tests.flower.federation import PROBLEM, at, samples_of
 from tests.flower.federation import Federation as QuickFederation
@@ -35,6 +37,11 @@ class Federation(QuickFederation):
 def normalized():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def layered():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
 
 
 class Adapted(nn.Module):
@@ -101,12 +108,19 @@ def own_training(make, steps=3, seen=None, **options):
     return make_task
 
 
-def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path):
-    seen = {}
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path, is_flat):
+    """Also where the server starts from a flat vector, which cannot have statistics."""
+    seen, make = {}, layered if is_flat else normalized
     options = {"recipe": "gd", "alpha": 0.0, "weighting": "samples", "downlink": "auto"}
-    task = own_training(normalized, seen=seen)
-    federation = Federation(tmp_path, task, rounds=1, **options)
-    final = federation.run(normalized())
+    federation = Federation(tmp_path, own_training(make, seen=seen), rounds=1, **options)
+    final = federation.run(flatten(make()) if is_flat else make())
+    if is_flat:
+        vector, final = final, make()
+        load_flat(final, vector)
+        assert np.array_equal(flatten(final), vector)
+        with pytest.raises(ConfigError, match=r"have shape \(3,\); Sequential needs \(36,\)"):
+            load_flat(final, np.zeros(3))
     for name, value in final.state_dict().items():
         clients = [seen[client][0][name].double().numpy() for client in range(3)]
         if name.endswith("num_batches_tracked"):
@@ -336,7 +350,7 @@ def test_damaged_statistics_cost_that_clients_reply_only(tmp_path):
 
     federation.grid.answer = at({1, 2, 3}, 11, damage)
     final = federation.run(normalized())
-    assert {client for _, client in federation.incidents("rejected")} == {0}
+    assert {client for _, client in federation.incidents()["rejected"]} == {0}
     assert (final[1].running_var > 0).all()
 
 
@@ -352,3 +366,38 @@ def test_metrics_by_name_are_measured_on_the_module(tmp_path):
     final = federation.run(normalized(), evaluate=evaluate)
     assert all({"test_accuracy", "test_spread"} <= set(row) for row in federation.rows())
     assert evaluate(final)["spread"] != federation.rows()[0]["test_spread"]
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_the_final_and_the_best_model_load_into_a_module(tmp_path, measures):
+    """Without a test on the server the loss decides which one is best."""
+    seen, (features, labels) = [], PROBLEM.test
+
+    def accuracy(module):
+        with torch.no_grad():
+            outputs = module(torch.tensor(features, dtype=torch.float32))
+        return float((outputs.argmax(1).numpy() == labels).mean())
+
+    def evaluate(module):
+        seen.append(accuracy(module))
+        return seen[-1]
+
+    options = {"recipe": "lean", "rounds": 6, "alpha": 1 / 3}
+    federation = Federation(tmp_path, own_training(normalized), **options)
+    final = federation.run(normalized(), evaluate=evaluate if measures else None)
+    loaded = aqg.load_model(tmp_path / "run", normalized(), which="final")
+    for name, value in final.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    notes = read_notes(tmp_path / "run" / "best.safetensors")
+    assert notes["measure"] == ("test_accuracy" if measures else "loss")
+    if measures:
+        best = aqg.load_model(tmp_path / "run", normalized()).eval()
+        assert float(notes["value"]) == max(seen) == pytest.approx(accuracy(best))
+        assert int(notes["rounds"]) == seen.index(max(seen))
+
+
+def test_a_vector_has_one_name(tmp_path):
+    final = QuickFederation(tmp_path, rounds=2).run()
+    saved = aqg.load_model(tmp_path / "run", which="final")
+    assert list(saved) == ["parameters"]
+    assert np.array_equal(saved["parameters"], final)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from aqg.flower import FlowerTask, make_client_app, make_server_app
+
+from tests.flower import resnet
 from tests.flower.memory_grid import MemoryGrid, server_context
-from tests.flower.resnet_app.resnet import client_app, server_app, task
-from tests.flower.resnet_simulation import ROUNDS as SIMULATED_ROUNDS
-from tests.flower.resnet_simulation import accuracy, make_simulation
 
 ROUNDS = 10
 TWO_POINTS = 0.02
@@ -21,14 +21,14 @@ THREE_POINTS = 0.03
 @cache
 def federated_averaging():
     """Return the accuracy of plain federated averaging, of parameters and statistics alike."""
-    clients, _ = task.load()
+    clients, _ = resnet.load()
     sizes = np.array([len(labels) for _, labels in clients])
-    net = task.make_net()
+    net = resnet.make_net()
     for _ in range(ROUNDS):
         states = []
-        for client in range(task.NUM_CLIENTS):
+        for client in range(resnet.NUM_CLIENTS):
             local = copy.deepcopy(net)
-            task.train(local, client)
+            resnet.train(local, client)
             states.append(local.state_dict())
         weights = torch.tensor(sizes / sizes.sum())
         mean = {
@@ -36,20 +36,29 @@ def federated_averaging():
             for name in states[0]
         }
         net.load_state_dict(mean)
-    return task.accuracy(net)
+    return resnet.accuracy(net)
+
+
+def make_task(context):
+    """Return the training on a node's share, in a loop as apps have it."""
+    client = int(context.node_config["partition-id"])
+    num_samples = len(resnet.load()[0][client][1])
+    net = resnet.make_net()
+    return FlowerTask.from_training(net, lambda net: resnet.train(net, client), num_samples)
 
 
 @pytest.mark.soak
 def test_in_flower(tmp_path):
     config = {
-        "num-clients": task.NUM_CLIENTS,
+        "num-clients": resnet.NUM_CLIENTS,
         "num-server-rounds": ROUNDS,
         "run-dir": str(tmp_path / "run"),
     }
     config |= {"recipe": "auto", "step": "fixed", "trust-partition-id": True, "alpha": 0.0}
     config |= {"client-state-dir": str(tmp_path / "state")}
-    nodes = {11 + client: {"partition-id": client} for client in range(task.NUM_CLIENTS)}
-    server_app.app(MemoryGrid(client_app.app, nodes, config), server_context(config))
+    nodes = {11 + client: {"partition-id": client} for client in range(resnet.NUM_CLIENTS)}
+    server = make_server_app(resnet.make_net(), evaluate=resnet.accuracy)
+    server(MemoryGrid(make_client_app(make_task), nodes, config), server_context(config))
     text = (tmp_path / "run" / "rounds.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert all(np.isfinite(row["test_accuracy"]) for row in rows)
@@ -62,14 +71,14 @@ def test_in_flower(tmp_path):
 @cache
 def simulated(recipe):
     """Return the accuracy of the same net in the simulator, on minibatches."""
-    simulation = make_simulation(recipe, task.make_net())
-    records = [simulation.run_round(evaluate=False) for _ in range(SIMULATED_ROUNDS)]
+    simulation = resnet.make_simulation(recipe, resnet.make_net())
+    records = [simulation.run_round(evaluate=False) for _ in range(resnet.SIMULATED_ROUNDS)]
     assert not any(record.faults for record in records)
     buffers = simulation.statistics.buffers()
     for spec in simulation.problem.objective.model_layout.statistics:
         if spec.name.endswith("running_var"):
             assert (buffers.values[spec.place] > 0).all(), spec.name
-    return accuracy(simulation)
+    return resnet.simulated_accuracy(simulation)
 
 
 @pytest.mark.soak

@@ -22,8 +22,8 @@ from aqg.protocol.book import MirrorBook
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.store import ClientStore, DirectoryVault
 
-from tests.flower.small_app import NUM_CLIENTS, first_arrays, make_app
-from tests.flower.test_dropin import everyone, make_grid
+from tests.flower.small_app import NUM_CLIENTS, everyone, first_arrays, make_app
+from tests.flower.test_dropin import make_grid
 
 LEAN = make_recipe("lean")
 LINK, NODE = 1, 5

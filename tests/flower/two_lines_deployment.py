@@ -1,9 +1,9 @@
 """An app with the two lines on real processes, whatever Flower's version; prints JSON.
 
-python tests/flower/two_lines_deployment.py DIRECTORY [plain]
+python tests/flower/two_lines_deployment.py DIRECTORY
 
-A SuperLink and two SuperNodes run the app `dropin_app`; with ``plain`` also without the two lines,
-before. Bytes are what Flower itself counts of a run, as ``flwr list --run-id`` shows them.
+A SuperLink and two SuperNodes run the app `dropin_app`. Bytes are what Flower itself counts of a
+run, as ``flwr list --run-id`` shows them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,13 @@ _ADOPT = 36
 
 def main() -> None:
     """Run the app."""
-    directory, *names = sys.argv[1:]
-    found = {"version": flwr.__version__}
-    with federation(Path(directory).resolve()):
-        for name in (*names, "small"):
-            found[name] = run(f"compressed={'true' if name == 'small' else 'false'}")
-    print(json.dumps(found))
+    with federation(Path(sys.argv[1]).resolve()):
+        print(json.dumps({"version": flwr.__version__, "small": run()}))
 
 
-def run(more: str) -> dict[str, object]:
+def run() -> dict[str, object]:
     """Run the app; return what its server said, and what Flower counted."""
-    config = f"num-clients={NUM_NODES} rounds={ROUNDS} size={SIZE} timeout={SECONDS} {more}"
+    config = f"num-clients={NUM_NODES} rounds={ROUNDS} size={SIZE} timeout={SECONDS}"
     number = flower("run", str(APP), "here", "--run-config", config)["run-id"]
     end = time.monotonic() + SECONDS
     while True:

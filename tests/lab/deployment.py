@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from aqg.errors import RunError
 
 from tests.lab.meter import Meter, Traffic
-from tests.lab.processes import ProcessGroup
-from tests.lab.repairs import LEASE, SWITCH
+from tests.lab.processes import LEASE, SWITCH, ProcessGroup
 
 HOST = "127.0.0.1"
 _CONNECTION = "here"

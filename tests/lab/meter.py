@@ -18,15 +18,10 @@ class Traffic(NamedTuple):
         return Traffic(self.up_bytes - earlier.up_bytes, self.down_bytes - earlier.down_bytes)
 
 
-class Meter(contextlib.AbstractContextManager):
+class Meter:
     """Listens on ports of its own and passes everything on to another address.
 
-    One port per name, so that traffic can be told apart. Runs in a thread; a context manager.
-
-    Args:
-        host: where to listen, and where the target is.
-        target: the port to pass connections on to.
-
+    One port per name, so that traffic can be told apart. Runs in a thread, until it is closed.
     """
 
     def __init__(self, host, target):
@@ -37,9 +32,6 @@ class Meter(contextlib.AbstractContextManager):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-
-    def __exit__(self, *_):
-        self.close()
 
     def close(self):
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)

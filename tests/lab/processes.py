@@ -30,6 +30,10 @@ COMMANDS = {
     "lab-worker": "tests.lab.worker:main",
 }
 """What can be forked: a command's name, and the module and function behind it."""
+SWITCH = "AQG_FLOWER_QUICK"
+"""The environment variable that asks for shorter waits of Flower: ``"1"``."""
+LEASE = "AQG_FLOWER_LEASE_SECONDS"
+"""The environment variable for how long a silent node counts as online (Flower: 60 s)."""
 _PRELOADED = [target.partition(":")[0] for target in COMMANDS.values()]
 _PRELOADED += ["flwr.superlink.main", "flwr.supernode.main", "tests.lab.preloaded"]
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -58,10 +62,9 @@ def run_command(arguments, environment, log, parent):
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor, source in enumerate((os.open(os.devnull, os.O_RDONLY), target, target)):
             os.dup2(source, descriptor)
-    from tests.lab.repairs import apply_tuning, repair_node
+    from tests.lab.repairs import apply_repairs
 
-    apply_tuning()
-    repair_node()
+    apply_repairs()
     module, _, function = COMMANDS[arguments[0]].partition(":")
     sys.argv, code = list(arguments), 1
     try:
@@ -82,11 +85,7 @@ def run_command(arguments, environment, log, parent):
 class ProcessGroup:
     """Forks commands, which are gone once it is closed, or this process has ended.
 
-    Args:
-        directory: where logs go.
-        environment: variables for every process of the group.
-        preload: modules to import before the first fork; those of the first group count.
-
+    Modules of ``preload`` are imported before the first fork; those of the first group count.
     """
 
     def __init__(self, directory, environment, preload=()):
@@ -119,14 +118,7 @@ class ProcessGroup:
                 process.join(_END_SECONDS)
 
     def start(self, name, arguments, restart=False):
-        """Fork a process that runs a command.
-
-        Args:
-            name: what the process is called here; its output goes to ``<name>.log``.
-            arguments: the command and its arguments.
-            restart: start it again whenever it ends, until it is stopped.
-
-        """
+        """Fork a process that runs a command; with ``restart``, again whenever it ends."""
         with self._lock:
             what = (list(arguments), self._environment, str(self.log_of(name)))
             self._running[name] = process = self._context.Process(target=_forked, args=what)

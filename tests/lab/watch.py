@@ -4,15 +4,10 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
-
-from aqg.channel.client import CopyStore
-from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
-from aqg.core.server import Step
-from aqg.protocol.book import book_from_arrays
-from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 from aqg.sim.record import DROPPED
+
+from tests.flower.saved import Saved
 
 APP = Path(__file__).parent / "digits_app"
 PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
@@ -99,20 +94,6 @@ class WatchedRun:
     def _order_of(self, client):
         return self.deployment.state_directory(client).with_suffix(".order")
 
-    def mirrors_agree(self, client):
-        """Whether the server's saved mirror of a client is, bit for bit, one the client has saved.
-
-        While a round is under way, that is the client's state before its last answer.
-        """
-        book, _, (mirrors, _) = self._saved(client)
-        stamp = book.entries[client].stamp
-        memory = mirrors.load()
-        if memory is None:  # read while it was written
-            return False
-        found = [s for s in (memory.current, memory.before) if s and s.stamp == stamp]
-        mirror = book.state.mirror(client)
-        return bool(found) and np.array_equal(found[0].state.track.position[0], mirror)
-
     def is_forgotten(self, client):
         """Whether a client has deleted what it kept of a run that has ended."""
         return not list(self.deployment.state_directory(client).glob("p*"))
@@ -122,30 +103,31 @@ class WatchedRun:
         digests = set()
 
         def agrees():
-            _, digest, (_, copies) = self._saved(client)
-            digests.add(digest)
-            held = copies.load()
-            return held is not None and held[0].digest in digests
+            saved = self._saved()
+            digests.add(saved.digest)
+            model = saved.model(self.deployment.state_directory(client))
+            return model is not None and model.digest in digests
 
         return _comes_true(agrees)
 
-    def _saved(self, client):
-        """Return what the server and a client have saved."""
-        recipe = make_recipe(str(self.config.get("recipe", "lean")))
-        arrays = read_arrays(self.directory / "checkpoint.npz")
-        how = Step(0.0, downlink=resolve_downlink("auto", recipe))
-        book = book_from_arrays(arrays, recipe, how, None)
-        state, run = self.deployment.state_directory(client), f"{arrays['run']}0"
-        (mirrors,) = state.glob(f"{run}-*")
-        stores = (
-            ClientStore(DirectoryVault(mirrors), mirrors.name),
-            CopyStore(DirectoryVault(state / run), run),
-        )
-        return book, arrays["copy_digest"].tobytes(), stores
-
     def mirrors_settle(self, client):
-        """Whether the mirrors agree once the client has done what it was about to do."""
-        return _comes_true(lambda: self.mirrors_agree(client))
+        """Whether the mirrors agree once the client has done what it was about to do.
+
+        While a round is under way, the server's is the client's before its last answer.
+        """
+
+        def agrees():
+            saved = self._saved()
+            found = saved.mirrors(self.deployment.state_directory(client))
+            both = (
+                () if found is None else (found.current, found.before)
+            )  # None while it is written
+            return any(saved.has_mirror(client, mirror) for mirror in both)
+
+        return _comes_true(agrees)
+
+    def _saved(self):
+        return Saved(self.directory, make_recipe("lean"))
 
     def _wait(self, first, holds, what):
         """Return the first round from ``first`` on of which something holds."""

@@ -70,11 +70,7 @@ class Compressed(OuterStrategy):
 
     Args:
         strategy: does what it always does.
-        recipe: the compressor, one of ``aqg recipes``. By default ``auto`` for those of Flower's
-            strategies that average replies, with a tenth of its noise where they divide by the
-            root of past squares (FedAdagrad, FedAdam, FedYogi), and ``lean`` for all others: with
-            it every reply is near the client's model, as strategies expect that look at single
-            replies.
+        recipe: the compressor, one of ``aqg recipes``; by default see `own_recipe`.
         bits: the most bits per parameter of recipes that have such a limit.
         max_staleness: after how many skips in a row a client sends something all the same.
         include: patterns for the names of tensors to compress, such as ``"*.lora_*"``.
@@ -151,12 +147,12 @@ def unbuffered(strategy: Strategy) -> Strategy:
 
 
 def own_recipe(strategy: Strategy) -> str:
-    """Return the recipe that suits a strategy.
+    """Return the recipe that suits a strategy: ``auto`` where it averages, and else ``lean``.
 
     A class that aggregates in a way of its own may look at single replies, as medians do: each of
     them must then be near the node's model. Where a step is divided by the root of past squares,
-    noise makes coordinates that hardly move as fast as all others: it must be less than where the
-    mean itself is the step.
+    noise makes coordinates that hardly move as fast as all others: it must be a tenth of what is
+    good where the mean itself is the step.
     """
     strategy = unbuffered(strategy)
     if type(strategy).aggregate_train not in {kind.aggregate_train for kind in _AVERAGING}:

@@ -100,10 +100,24 @@ class Demo:
         settings = self.settings
         read_settings(settings)
         create_directory(self.directory)
-        reporter = _Reporter(on_round)
+        os.environ.update(_QUIET)
+        logging.getLogger("flwr").setLevel(logging.ERROR)
+        reporter, problem = _Reporter(on_round), build_problem(digits_config(settings))
+        server = make_server_app(
+            problem.initial_params,
+            evaluate=lambda params: problem.test_accuracy(params),
+            settings=settings,
+            describe=DIGITS,
+            loggers=[reporter],
+        )
+        client = make_client_app(partial(digits_task, settings))
+        backend: Any = {
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": 1, "include_dashboard": False, "logging_level": "ERROR"},
+        }
         # Interrupts end the clients of a simulation in the main thread, and its server waits on.
         with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(_simulate, settings, reporter)
+            done = pool.submit(run_simulation, server, client, self.nodes, backend_config=backend)
             try:
                 done.result()
             finally:
@@ -119,12 +133,12 @@ class Demo:
         ``plain_bytes`` is what a gradient and a model as float32 in every round would have taken.
         """
         num_params = build_problem(digits_config(self.settings)).objective.num_params
+        plain_bytes = 2 * _FLOAT_BYTES * num_params * len(rows)
         table = []
         for node in range(self.nodes):
             up, down = (sum(row[name][node] for row in rows) for name in (UPLOADS, DOWNLOADS))
-            uploads = sum(row["widths"][node] > 0 for row in rows)
-            plain_bytes = 2 * _FLOAT_BYTES * num_params * len(rows)
             sent = {"upload_bytes": up, "download_bytes": down, "total_bytes": up + down}
+            uploads = sum(row["widths"][node] > 0 for row in rows)
             table.append({"node": node, "uploads": uploads, **sent, "plain_bytes": plain_bytes})
         return table
 
@@ -142,26 +156,3 @@ class _Reporter(RunLogger):
             raise RunError("the run was interrupted")
         self.rows.append(report.to_row())
         self._on_round(self.rows[-1])
-
-
-def _simulate(settings: Mapping[str, Any], reporter: _Reporter) -> None:
-    """Run both apps in Flower's simulation, one client at a time."""
-    os.environ.update(_QUIET)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    problem = build_problem(digits_config(settings))
-    server = make_server_app(
-        problem.initial_params,
-        evaluate=lambda params: problem.test_accuracy(params),
-        settings=settings,
-        describe=DIGITS,
-        loggers=[reporter],
-    )
-    run_simulation(
-        server,
-        make_client_app(partial(digits_task, settings)),
-        num_supernodes=int(settings["num-clients"]),
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": 1, "include_dashboard": False, "logging_level": "ERROR"},
-        },
-    )

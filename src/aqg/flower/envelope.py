@@ -68,7 +68,7 @@ class Envelope:
 
     def add(self, name: str, record: ConfigRecord | MetricRecord) -> None:
         kind = "c" if isinstance(record, ConfigRecord) else "m"
-        self.records.append((name, kind, {key: _plain(value) for key, value in record.items()}))
+        self.records.append((name, kind, dict(record)))
 
     def add_model(self, name: str, kind: str, part: bytes) -> None:
         self.records.append((name, kind, None))
@@ -81,7 +81,8 @@ class Envelope:
         ]
         said = self.version if self.says_version else ""
         coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=_WORDS)
-        head = coder.compress(json.dumps([said, rows], separators=(",", ":")).encode())
+        text = json.dumps([said, rows], separators=(",", ":"), default=_plain)
+        head = coder.compress(text.encode())
         head += coder.flush()
         mark = bytes([_WITH_VERSION if self.says_version else _WITHOUT])
         return _seal(mark + b"".join(map(write_part, (head, *self.parts))))
@@ -186,10 +187,8 @@ def _read_head(head: bytes) -> Envelope:
     return Envelope(records, [], str(version) or __version__, bool(version))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+def _plain(value: bytes) -> dict[str, str]:
+    return {_BYTES: base64.b64encode(value).decode()}
 
 
 def _rich(value: Any) -> Any:

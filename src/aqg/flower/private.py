@@ -11,13 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
-
-if TYPE_CHECKING:
-    from flwr.supercore.run import Run
 
 _FIRST_PAUSE_SECONDS = 0.05
 _PULL_CAP_SECONDS = 0.5
@@ -98,6 +95,13 @@ def answer_to(reply: Message, identifier: str) -> None:
     reply.metadata.__dict__["_reply_to_message_id"] = identifier
 
 
+def _passed_on(name: str) -> Any:
+    def call(self: OuterGrid, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **options)
+
+    return call
+
+
 class OuterGrid(Grid):
     """Hands everything to another grid, ``self.inner``."""
 
@@ -107,24 +111,10 @@ class OuterGrid(Grid):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def set_run(self, run: Run) -> None:
-        self.inner.set_run(run)
-
     @property
-    def run(self) -> Run:
+    def run(self) -> Any:
         return self.inner.run
 
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        return self.inner.create_message(*arguments, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.inner.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        return self.inner.get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.inner.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.inner.pull_messages(message_ids)
+    set_run, create_message = _passed_on("set_run"), _passed_on("create_message")
+    get_node_ids, get_nodes = _passed_on("get_node_ids"), _passed_on("get_nodes")
+    push_messages, pull_messages = _passed_on("push_messages"), _passed_on("pull_messages")

@@ -233,8 +233,8 @@ class FlowerTask:
             exclude: name patterns of parameters and buffers that stay with the client.
             statistics: what becomes of buffers that training changes; see `AQG`.
 
-        The upload is the pseudo-gradient ``θ - θ_local``. With ``alpha`` at its default ``1/M`` the
-        server's step is federated averaging. Give `make_server_app` the same module and options.
+        The upload is the pseudo-gradient ``θ - θ_local``. Give `make_server_app` the same module
+        and options.
         """
         layout = ModelLayout.of(module, include=include, exclude=exclude, statistics=statistics)
         takes_round = num_arguments(train) > 1
@@ -282,11 +282,9 @@ def _beyond_numbers(loss: float) -> float:
 
 
 def flatten(module: torch.nn.Module) -> FloatArray:
-    """Return the trainable parameters of a module as one vector, each once.
+    """Return the trainable parameters of a module as one vector, each once, without statistics.
 
-    It is float64 where a parameter is, and float32 otherwise. Tensors with NaN or infinity are
-    named in the error. Statistics of normalization layers are no part of it: give
-    `make_server_app` the module itself where it has some.
+    It is float64 where a parameter is, and float32 otherwise; NaN and infinity are refused.
     """
     return ModelLayout.of(module).flatten(module)
 

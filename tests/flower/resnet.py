@@ -1,16 +1,23 @@
-"""What is learned: the digits 0 to 4, split unevenly, by a small ResNet."""
+"""A small ResNet that learns the digits 0 to 4, split unevenly, in Flower and in the simulator."""
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
 
+from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
+from aqg.objectives import Objective
+from aqg.sim.engine import FastSimulation
+from aqg.sim.problem import Problem, Samples
+from aqg.sim.training import LocalTraining, Training
 
 NUM_CLIENTS = 3
 NUM_CLASSES = 5
 EPOCHS, BATCH_SIZE, RATE = 2, 32, 0.05
+STEPS, SIMULATED_RATE, SIMULATED_ROUNDS = 8, 0.2, 20
 
 
 class Block(nn.Module):
@@ -95,3 +102,28 @@ def accuracy(net):
     net.eval()
     with torch.no_grad():
         return (net(images).argmax(1) == labels).float().mean().item()
+
+
+def make_simulation(recipe, net, seed=0):
+    """Return clients that train on minibatches; with ``gd`` it is federated averaging."""
+    clients, test = load()
+    objective = Objective.from_module(net, name="resnet")
+    problem = Problem(
+        objective,
+        tuple(Samples(images.numpy(), labels.numpy()) for images, labels in clients),
+        objective.init_params(0).astype(np.float32),
+        Samples(*(part.numpy() for part in test)),
+    )
+    local = LocalTraining(batch_size=BATCH_SIZE, steps=STEPS, rate=SIMULATED_RATE)
+    return FastSimulation(
+        problem,
+        make_recipe(recipe),
+        SIMULATED_RATE * STEPS / NUM_CLIENTS,  # so that plain averaging is federated averaging
+        seed=seed,
+        training=Training(local, weighting="samples"),
+    )
+
+
+def simulated_accuracy(simulation):
+    """Return the share of test images that are right, with the statistics of the run."""
+    return float(simulation.problem.measure(simulation.parameters)["accuracy"])

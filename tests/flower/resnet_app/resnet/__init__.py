@@ -1,1 +1,0 @@
-"""A residual network with batch normalization on Flower."""
