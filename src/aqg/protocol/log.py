@@ -150,12 +150,12 @@ class ModelLog:
     def _is_due(self, by_entries: int) -> bool:
         """Whether a snapshot as of now may be shorter than entries of so many bytes."""
         known = len(self.snapshot)
-        return by_entries > known and self._bytes_since(self.snapshot_round) > known
+        return by_entries > known and self.bytes_since(self.snapshot_round) > known
 
     def _log_bytes(self, first: int) -> int:
-        return log_overhead(first, self.round - first) + self._bytes_since(first)
+        return log_overhead(first, self.round - first) + self.bytes_since(first)
 
-    def _bytes_since(self, position: int) -> int:
+    def bytes_since(self, position: int) -> int:
         return sum(map(len, self.entries[max(0, position - self.first) :]))
 
 
