@@ -27,9 +27,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from aqg.core import auto, budget, downlink
 from aqg.runs.cost import Meter, running_totals
 from aqg.runs.setup import build_problem, follow_target, make_simulation
+from aqg.sim.engine import FastSimulation
+from aqg.start import pack, unpack
 from aqg.studies.contest.measure import PLATEAU, Curve, make_reference, plateau_of
 from aqg.studies.contest.plan import read_outcomes
 from aqg.studies.contest.tasks import TASKS
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RESULTS = Path(__file__).parents[1] / "results"
-STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large")
+STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large", "swap-in-unseen")
 TASKS_HERE = ("digits-local", "heart", "watch", "local-dirichlet", "sampled-dirichlet")
 STEP = {
     "average": auto.AVERAGE,
@@ -57,6 +61,40 @@ class Row:
     downlink: str = auto.DOWNLINK
     recipe: str = "auto"
     constants: tuple[tuple[Any, str, Any], ...] = ()
+
+
+def approximate(bits: int) -> tuple[tuple[Any, str, Any], ...]:
+    """Let every sampled client train from a rounded model, where it is shorter than the exact one.
+
+    What travels is the difference to the copy that the client has from before.
+    """
+    deliver, held = FastSimulation._deliver, {}
+
+    def _deliver(self: Any, present: Any) -> Any:
+        params, layout = self.parameters, self.problem.objective.layout
+        positions = self.log.positions.copy()
+        found, received = deliver(self, present)
+        if self.next_round == 1:
+            held.clear()
+        for m in present.tolist():
+            before = held.get(m, self.log.start)
+            frame = pack(params - before, layout, "rounded", bits=bits)
+            held[m] = params
+            if len(frame) < received[m]:
+                held[m] = before + unpack(frame, len(params), params.dtype)
+                received[m], self.log.positions[m] = len(frame), positions[m]
+        return found, received
+
+    def _train(self: Any, block: Any) -> Any:
+        found = [
+            self.space.local_updates(
+                self.training.local, held[m], np.array([m]), [(self.seed, m, self.next_round)]
+            )
+            for m in block.tolist()
+        ]
+        return tuple(np.concatenate(part) for part in zip(*found, strict=True))
+
+    return ((FastSimulation, "_deliver", _deliver), (FastSimulation, "_train", _train))
 
 
 ROWS = {
@@ -87,6 +125,16 @@ ROWS = {
     "whole": Row(
         "one magnitude for all coordinates of an entry, however many",
         constants=((downlink, "_MANY", math.inf),),
+    ),
+    "rounded-2": Row(
+        "sampled clients train from a model in 2 bits, where that is shorter",
+        constants=approximate(2),
+    ),
+    "rounded-4": Row("likewise in 4 bits", constants=approximate(4)),
+    "rounded-2-long": Row(
+        "likewise in 2 bits, with entries as long, however few are asked",
+        downlink="condensed:ratio=0.5",
+        constants=approximate(2),
     ),
     "lean": Row("the other regime: mirrors and tolerance for noisy updates", recipe="lean"),
 }
