@@ -172,21 +172,11 @@ def _decode(
             symbols[done], x, position = _get(x, position, *t)
             done += 1
         states[0] = x
-    else:
-        a, b, c, d = int(states[0]), int(states[1]), int(states[2]), int(states[3])
-        e, f, g, h = int(states[4]), int(states[5]), int(states[6]), int(states[7])
-        while done + 8 <= len(symbols) and position + 16 <= len(words):
-            symbols[done], a, position = _get(a, position, *t)
-            symbols[done + 1], b, position = _get(b, position, *t)
-            symbols[done + 2], c, position = _get(c, position, *t)
-            symbols[done + 3], d, position = _get(d, position, *t)
-            symbols[done + 4], e, position = _get(e, position, *t)
-            symbols[done + 5], f, position = _get(f, position, *t)
-            symbols[done + 6], g, position = _get(g, position, *t)
-            symbols[done + 7], h, position = _get(h, position, *t)
-            done += 8
-        states[0], states[1], states[2], states[3] = a, b, c, d
-        states[4], states[5], states[6], states[7] = e, f, g, h
+    while len(states) == 8 and done + 8 <= len(symbols) and position + 16 <= len(words):
+        for lane in range(8):
+            at = np.uint64(lane)
+            symbols[done + lane], states[at], position = _get(int(states[at]), position, *t)
+        done += 8
     # The last symbols, for which the words may run out: `end` stands in for what is not there.
     end = np.zeros(2, np.uint8)
     for i in range(done, len(symbols)):
