@@ -61,24 +61,15 @@ def error(server):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "downlink", "exact"),
+    ("recipe", "downlink"),
     [
-        ("lean", "exact", False),
-        ("lean", "auto", True),
-        ("auto", "auto", False),
-        soak("auto", "exact", True),
-        ("stc:keep=0.5", "exact", False),
-        soak("gd", "auto", True),
-        ("qsgd", "auto", False),
+        ("auto", "condensed"),
+        ("lean", "exact"),
+        ("stc:keep=0.5", "exact"),
+        ("qsgd", "condensed"),
+        soak("gd", "condensed"),
     ],
 )
-def test_training(recipe, downlink, exact):
-    server = make_server(recipe=recipe, downlink=downlink, exact=exact)
-    run(server, [ClientSession() for _ in range(3)], 40)
-    assert error(server) < (0.05 if recipe in ("lean", "gd") else 0.8)
-
-
-@pytest.mark.parametrize(("recipe", "downlink"), [("auto", "condensed"), ("lean", "exact")])
 def test_sessions_end_with_the_simulators_model(recipe, downlink):
     """As Flower does, in `tests/flower/test_apps.py`."""
     problem, local = tiny_problem(num_clients=3, unequal=True), LocalTraining(batch_size=2, steps=3)
@@ -186,21 +177,6 @@ def test_the_same_order_gets_the_same_reply(tmp_path):
     later = server.order(0)
     ClientSession(tmp_path).answer(later, train)
     assert read_reply(ClientSession(tmp_path), order_from_bytes(order)).stale
-
-
-def test_a_client_that_lost_its_memory_starts_again(tmp_path):
-    server = make_server()
-    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
-    run(server, clients, 5)
-    copy = tmp_path / "copy"
-    shutil.copytree(tmp_path / "0", copy)
-    run(server, clients, 5)
-    shutil.rmtree(tmp_path / "0")
-    shutil.copytree(copy, tmp_path / "0")  # an old backup
-    shutil.rmtree(tmp_path / "1")  # a new disk
-    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
-    run(server, clients, 60)
-    assert error(server) < 0.02
 
 
 def test_a_server_goes_on_from_its_directory(tmp_path):
@@ -360,21 +336,6 @@ def test_bad_replies_are_refused():
 def test_bad_settings(options, text):
     with pytest.raises(ConfigError, match=text):
         make_server(**options)
-
-
-@pytest.mark.parametrize("recipe", ["laq", "aqg", "ef21", "lean"])
-def test_a_lost_reply_is_noticed_on_the_smallest_of_models(recipe):
-    server, client = make_server(recipe=recipe), ClientSession()
-    for number in range(6):
-        update = lambda model, _round, scale=0.5**number: (model - TARGETS[0]) * scale  # noqa: E731
-        reply = client.answer(server.order(0), update)
-        if number != 2:
-            assert server.take(0, reply).is_taken
-        server.step()
-        mirror = server._book.state.mirror(0)
-        if number != 2:
-            held = np.array(mirror)
-        assert np.array_equal(mirror, held)
 
 
 def test_another_session_in_the_directory(tmp_path):

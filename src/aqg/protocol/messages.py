@@ -12,8 +12,7 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_type_hints
 
 from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
@@ -78,7 +77,7 @@ class _Checked:
         for name, value in vars(self).items():
             fits, bound = _BOUNDS.get(name, (None, ""))
             if fits is not None and not fits(value):
-                raise MessageError(f"{name} is {str(value)[:80]!r}; it must be {bound}")
+                raise MessageError(f"{name} is {repr(value)[:80]}; it must be {bound}")
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,6 @@ class Reply(_Checked):
         return Holding(self.held_round, self.held_digest, self.held_start)
 
 
-_Message = TypeVar("_Message", Order, Reply)
-
 NO_TERMS = "the terms of the run are not known here"
 """Why a client is lost that cannot read an order without terms."""
 
@@ -257,12 +254,12 @@ _OWN_CODECS: dict[str, _Codec] = {
 }
 
 
-@cache
-def _codecs(kind: type[Any]) -> dict[str, _Codec]:
-    """Return what writes and reads each field."""
-    return {n: _CODECS[hint] for n, hint in get_type_hints(kind).items() if hint in _CODECS} | (
-        _OWN_CODECS
-    )
+_FIELDS: dict[type[Any], dict[str, _Codec]] = {
+    kind: {n: _CODECS[hint] for n, hint in get_type_hints(kind).items() if hint in _CODECS}
+    | _OWN_CODECS
+    for kind in (Order, Reply)
+}
+"""What writes and reads each field."""
 
 
 class UnknownTermsError(WireError):
@@ -313,10 +310,10 @@ def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
     """
     reader, is_short = _open(Order, data)
     if not is_short:
-        return _read(Order, reader, None)
+        return Order(**_read(Order, reader, None))
     for order in known:
         if seal(data[:-CRC_BYTES], _write(order, Order.terms)) == data:
-            return _read(Order, reader, order)
+            return Order(**_read(Order, reader, order))
     reader.varint()
     raise UnknownTermsError(reader.varint(), reader.varint())
 
@@ -329,7 +326,7 @@ def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
     reader, is_short = _open(Reply, data)
     if is_short and stamp is None:
         raise WireError("the reply leaves out the state that its order named, which is not here")
-    return _read(Reply, reader, stamp if is_short else None)
+    return Reply(**_read(Reply, reader, stamp if is_short else None))
 
 
 def _defaults(kind: type[Order | Reply], known: Order | Stamp | None) -> dict[str, Any]:
@@ -351,7 +348,7 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _write(message: Order | Reply, names: Iterable[str]) -> bytes:
-    codecs = _codecs(type(message))
+    codecs = _FIELDS[type(message)]
     return b"".join(codecs[name][0](_told(message, name)) for name in names)
 
 
@@ -371,16 +368,16 @@ def _open(kind: type[Order | Reply], data: bytes) -> tuple[Reader, bool]:
     return Reader(data[1:-CRC_BYTES], f"the {name}"), is_short
 
 
-def _read(kind: type[_Message], reader: Reader, known: Order | Stamp | None) -> _Message:
-    codecs, values, which = _codecs(kind), _defaults(kind, known), reader.varint()
-    told = [name for place, name in enumerate(values) if which >> place & 1]
-    if which >> len(values):
+def _read(kind: type[Order | Reply], reader: Reader, known: Order | Stamp | None) -> dict[str, Any]:
+    """Return the fields of a message."""
+    codecs, values, which = _FIELDS[kind], _defaults(kind, known), reader.varint()
+    if which >> len(kind.optional):
         raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
+    told = [name for place, name in enumerate(kind.optional) if which >> place & 1]
     if isinstance(known, Order):
         values |= {name: getattr(known, name) for name in kind.terms}
     said = (*(() if known else kind.terms), *_HEAD, *told)
     values |= {name: codecs[name][1](reader) for name in said}
     if kind is Reply:
         values["held_round"] = values["round"] - values["held_round"]
-    values[kind.payload] = reader.rest().tobytes()
-    return kind(**values)
+    return {**values, kind.payload: reader.rest().tobytes()}

@@ -88,10 +88,6 @@ class ServerSession:
             ``"none"`` of it: each order then begins with the starting model.
         path: a directory to which every step is written, and from which a session goes on that
             finds one there; None to remember in this process alone.
-
-    >>> server = ServerSession(np.zeros(3), num_clients=2)
-    >>> server.take(0, b"nonsense").problem
-    'byte 0x6e does not begin the reply of this version of aqg'
     """
 
     def __init__(

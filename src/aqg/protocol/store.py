@@ -82,7 +82,7 @@ def sync_directory(path: Path) -> None:
 def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
     """Save named arrays, whole or not at all."""
     with _replacing(path) as file:
-        np.savez(file, **arrays)
+        np.savez(file, **dict[str, Any](arrays))
 
 
 def read_arrays(path: Path) -> dict[str, Vector]:
