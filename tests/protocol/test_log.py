@@ -51,6 +51,7 @@ def test_a_log_sends_entries_or_a_snapshot_and_keeps_no_more():
     delivery = log.deliver(1, lambda: bytes(50), never)
     assert (delivery.first, len(delivery.snapshot)) == (21, 50)
     assert delivery.num_bytes == 50 + log_overhead(21, 0)
+    assert log.deliver(1, never, never) == delivery  # there is one of this round
     log.append(bytes(10))
     later = log.deliver(2, never, never)  # the log has not grown enough for a new one
     assert (later.first, later.num_bytes) == (21, 50 + log_overhead(21, 1) + 10)
@@ -59,7 +60,7 @@ def test_a_log_sends_entries_or_a_snapshot_and_keeps_no_more():
     assert log.first == 16  # five entries of ten bytes are as long as the snapshot
     log.cut(oldest=19)
     assert log.first == 19
-    assert log.deliver(3, never, never).snapshot == bytes(50)  # that of its round
+    assert log.deliver(3, lambda: b"new", never).snapshot == b"new"
 
 
 @given(

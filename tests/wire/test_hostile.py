@@ -14,10 +14,11 @@ from random import Random
 import numpy as np
 import pytest
 
+from aqg.core.public import Entry, advance
 from aqg.errors import MessageError, WireError
 from aqg.protocol.messages import Order, Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 from aqg.wire import context, decode
-from aqg.wire.entry import Merger, encode_log, encode_snapshot
+from aqg.wire.entry import Merger, encode_entry, encode_log, encode_snapshot
 from aqg.wire.frame import Mode
 from aqg.wire.statistics import (
     PRECISIONS,
@@ -40,7 +41,7 @@ from tests.wire.hostile import (
     sealed,
     starved_frames,
 )
-from tests.wire.logs import accepts_log, entries, start
+from tests.wire.logs import MOVEMENT, accepts_log, entries, of_position, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +145,19 @@ def heads_read(data):
     return False
 
 
+def merged():
+    """Return the sum of a few entries."""
+    public, written = start("auto"), []
+    for number in range(1, 6):
+        quantum = 2.0**-20 if number == 1 else None
+        entry = Entry(number, None, of_position(number), 0.5, is_rounded=True, quantum=quantum)
+        written.append(encode_entry(entry, None))
+        public = advance(public, entry, MOVEMENT)
+    merger = Merger(public)
+    assert all(map(merger.add, reversed(written)))
+    return merger.frame()
+
+
 def kinds_of_frames():
     """Return frames of each kind, and what tells whether such a frame is read."""
     kinds = {f"message-{i}": ([d], partial(accepts, length=n)) for i, (d, n) in MESSAGES.items()}
@@ -152,12 +166,8 @@ def kinds_of_frames():
         written, after = entries(first)
         frames = [encode_log(1, written)]
         frames += [encode_snapshot(after, base) for base in (start().parameters, None)]
-        if recipe == "auto":
-            merger = Merger(after)
-            while merger.first > 1 and merger.add(written[merger.first - 2]):
-                pass
-            frames.append(merger.frame())
         kinds[f"log-{recipe}"] = frames, partial(accepts_log, recipe=recipe)
+    kinds["merged"] = [merged()], partial(accepts_log, recipe="auto")
     values = np.array([0.25, -3.0, 1e-3, np.pi, 2.0])
     short = np.array([True, False, False])
     message = StatisticsMessage(values, np.array([5, -70000]), np.ones(3, np.bool_), short)
