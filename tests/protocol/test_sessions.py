@@ -108,36 +108,6 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
     assert reply.frame == replies["auto", False] != b""
 
 
-def test_who_is_asked_in_every_round_keeps_what_it_did_not_send():
-    """The server says which: what is left of one update is sent with the next."""
-    server, client = ServerSession(np.zeros(500), 1), ClientSession()
-    update, sent = np.random.default_rng(0).standard_normal(500), []
-    for _ in range(12):
-        assert not exchange(server, client, 0, lambda _model, _round: update).problem
-        sent.append(server._book.state.model.total.copy())
-        server.step()
-    assert whole_order(server, 0).updates == "steady"
-    assert np.count_nonzero(sent[0]) < 300
-    left = 12 * update - np.sum(sent, axis=0)
-    assert 0 < np.linalg.norm(left) < 2 * np.linalg.norm(update)
-    forgetful = ServerSession(np.zeros(500), 1, memory="none")
-    assert whole_order(forgetful, 0).updates == "sampled"
-
-
-def test_the_order_says_how_much_noise_an_upload_may_carry():
-    """As many clients as agree, and more so after each round."""
-    server = ServerSession(np.zeros(500), 4, recipe="auto:share=0")
-    clients, rng, said = [ClientSession() for _ in range(4)], np.random.default_rng(0), []
-    update = rng.standard_normal(500)
-    for _ in range(6):
-        for number, client in enumerate(clients):
-            exchange(server, client, number, lambda _model, _round: update)
-        said.append(whole_order(server, 3).noise)
-        server.step()
-    assert said[0] == 1.0
-    assert 3.0 < said[-1] <= 4.0
-
-
 def test_a_lost_reply_is_rolled_back(tmp_path):
     """The same model as in a run in which that client was away in that round."""
     models = []
@@ -267,45 +237,34 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
         assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
 
 
-def test_bad_orders_change_nothing(tmp_path):
+def test_bad_orders_and_replies_change_nothing(tmp_path):
     server, client = make_server(), ClientSession(tmp_path)
     order = server.order(0)
-    with pytest.raises(WireError, match="checksum"):
-        client.answer(order[:40] + b"\0\0" + order[42:], train_of(0))
-    with pytest.raises(WireError, match="too few"):
-        client.answer(b"", train_of(0))
-    with pytest.raises(WireError, match="does not begin the order"):
-        client.answer(client.answer(order, train_of(0)), train_of(0))
+    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
+    for bad, kind, complaint in (
+        (order[:40] + b"\0\0" + order[42:], WireError, "checksum"),
+        (b"", WireError, "too few"),
+        (client.answer(order, train_of(1)), WireError, "does not begin the order"),
+        (other, ConfigError, "same version"),
+    ):
+        with pytest.raises(kind, match=complaint):
+            client.answer(bad, train_of(0))
     with pytest.raises(ConfigError, match="do not agree"):
         ClientSession(recipe=make_recipe("stc")).answer(order, train_of(0))
-    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
-    with pytest.raises(ConfigError, match="same version"):
-        client.answer(other, train_of(0))
-
-
-def test_bad_replies_are_refused():
-    server, client = make_server(), ClientSession()
-    order = server.order(0)
-    reply = client.answer(order, train_of(0))
+    reply = ClientSession().answer(order, train_of(0))
     read = reply_from_bytes(reply, order_from_bytes(order).stamp)
-    for no_reply in (None, "reply", 3, [1]):
-        assert "it must be bytes" in server.take(0, no_reply).problem
-    assert "10000 bytes" in server.take(0, bytes(10_000)).problem
-    assert "digest" in server.take(0, to_bytes(replace(read, digest=bytes(4)))).problem
-    assert "epoch" in server.take(0, to_bytes(replace(read, epoch=3))).problem
+    for bad, complaint in (
+        *((no_reply, "it must be bytes") for no_reply in (None, "reply", 3, [1])),
+        (bytes(10_000), "10000 bytes"),
+        (to_bytes(replace(read, digest=bytes(4))), "digest"),
+        (to_bytes(replace(read, epoch=3)), "epoch"),
+    ):
+        assert complaint in server.take(0, bad).problem
     with pytest.raises(MessageError, match="client is 3"):
         server.take(3, reply)
     assert server.answered == frozenset()
     assert server.take(0, reply).is_taken
     assert server.answered == {0}
-    rng = np.random.default_rng(0)
-    fresh = make_server()
-    for _ in range(300):
-        damaged = bytearray(reply)
-        for place in rng.integers(len(reply), size=2):
-            damaged[place] = rng.integers(256)
-        if bytes(damaged) != reply:
-            assert not fresh.take(1, bytes(damaged)).is_taken
 
 
 @pytest.mark.parametrize(
@@ -428,6 +387,7 @@ def test_clients_may_hold_nothing_between_rounds(recipe):
                 assert server.take(m, reply).is_taken
             server.step()
     assert servers[0].parameters.tobytes() == servers[1].parameters.tobytes()
+    assert whole_order(ServerSession(given, 2, memory="none"), 0).updates == "sampled"
     assert max(sizes[0][2:]) < min(sizes[1][4:])
 
 
