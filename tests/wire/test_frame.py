@@ -29,12 +29,7 @@ from aqg.wire.sections import BLOCK_LENGTH, BLOCKED_LENGTH
 from aqg.wire.varint import MAX_BYTES, Reader, write_varint
 from aqg.wire.varint import seal as sealed
 
-from tests.wire.golden.make import (
-    content_crc32,
-    golden_field_messages,
-    golden_known,
-    golden_messages,
-)
+from tests.wire.golden.make import content_crc32, golden_known, golden_messages
 from tests.wire.samples import (
     FIELD_MODES,
     field_message,
@@ -46,6 +41,7 @@ from tests.wire.samples import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
+CASES = json.loads((GOLDEN / "frames.json").read_text())
 
 
 def mode_of(frame):
@@ -398,12 +394,7 @@ def test_varints_come_back(value):
     assert (reader.varint(), reader.left) == (value, 1)
 
 
-def golden_cases():
-    names = ("frames.json", "field_frames.json")
-    return [case for name in names for case in json.loads((GOLDEN / name).read_text())]
-
-
-@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_golden_frames_are_read_and_written_as_they_always_were(case):
     name, length = case["name"], int(case["length"])
     frame = (GOLDEN / f"{name}.bin").read_bytes()
@@ -414,6 +405,6 @@ def test_golden_frames_are_read_and_written_as_they_always_were(case):
         found = (message.width, str(message.grid), message.step)
         assert found == (case["width"], case["grid"], case["step"])
     if name != "coded-one-lane":  # the context coder, which came later, makes it shorter
-        message = (golden_messages() | golden_field_messages())[name]
+        message = golden_messages()[name]
         known = golden_known(1000) if name == "hinted-4-bit" else None
         assert encode(message, known=known) == frame
