@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from aqg.errors import WireError
 from aqg.wire.bitpack import packed_size
-from aqg.wire.rans import STATE_BYTES, decode_symbols, encode_symbols
+from aqg.wire.rans import (
+    STATE_BYTES,
+    Table,
+    choose_table,
+    decode_symbols,
+    encode_symbols,
+    least_bits,
+    read_table,
+    write_table,
+)
 from aqg.wire.sections import (
     GROUPED_LENGTH,
     SHORTEST_CODED_BYTES,
@@ -16,7 +25,6 @@ from aqg.wire.sections import (
     decode_section,
     encode_section,
 )
-from aqg.wire.tables import Table, choose_table, least_bits, read_table, write_table
 
 from tests.wire.samples import laplace_probabilities, measured_entropy
 
