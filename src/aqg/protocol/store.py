@@ -211,7 +211,9 @@ class ClientStore(KeyedStore):
         empty = dict.fromkeys(("current", "before", "public", "reply"))
         self._index: dict[str, Any] = {"key": key, "answered": [0, 0], **empty}
         with self._readable("saved state"):
-            self._index |= self._read_index()
+            if found := self._read_index():
+                incarnation, round_number = found["answered"]
+                self._index |= {**found, "answered": [int(incarnation), int(round_number)]}
         self._arrays.reserve(self._index)
 
     @property
@@ -264,13 +266,6 @@ class ClientStore(KeyedStore):
             cell = self._arrays.write(np.frombuffer(reply, np.uint8))
             self._index = {**self._index, "reply": cell}
         self._arrays.commit(self._index)
-
-    def _read_index(self) -> dict[str, Any]:
-        index = super()._read_index()
-        if index:
-            incarnation, round_number = index["answered"]
-            index["answered"] = [int(incarnation), int(round_number)]
-        return index
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}
