@@ -5,7 +5,6 @@ A reply is checked as a whole before anything of it is used (`aqg.protocol.mirro
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +35,6 @@ from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.log import LogState, Publisher, initial_state
 from aqg.protocol.messages import Order, Reply, Stamp
 from aqg.protocol.mirrors import Held, content_digest, first_peer, take_reply
-from aqg.protocol.store import read_arrays, write_arrays
 
 
 @dataclass(eq=False)
@@ -171,9 +169,6 @@ class MirrorBook:
             self.publisher.publish(entry, before, self.public)
 
 
-_logger = logging.getLogger("aqg.protocol")
-
-_START = "start.npz"
 _CLIENTS = {"mirrors": "held", "directions": "moved"}
 """Where it is written whose rows there are."""
 _GROUP_BYTES = 64 << 20
@@ -202,12 +197,9 @@ def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, directory: Path | None
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, start: FloatArray | None
 ) -> MirrorBook:
-    """Return the book that `book_to_arrays` wrote.
-
-    ``directory`` has the starting model; None where no client has it.
-    """
+    """Return the book that `book_to_arrays` wrote; ``start`` is the model that clients have."""
     model = from_arrays(Model, arrays)
     zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
@@ -225,7 +217,6 @@ def book_from_arrays(
         )
         peers.append(Peer(track, held=Held(stamp, lineage.tobytes(), int(last_upload))))
     publisher = None
-    start = None if directory is None else _load_start(directory)
     if not isinstance(how.downlink, Full) and "log/first" in arrays:
         merges = lies_on_grid(recipe, how.downlink)
         publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
@@ -259,20 +250,6 @@ def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[
     starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
     rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
     return dict(zip(arrays[_CLIENTS[name]].tolist(), rows, strict=True))
-
-
-def save_start(directory: Path, publisher: Publisher) -> None:
-    file = directory / _START
-    if publisher.start is not None and (publisher.round == 1 or not file.exists()):
-        write_arrays(file, {"parameters": publisher.start})
-
-
-def _load_start(directory: Path) -> FloatArray | None:
-    try:
-        return read_arrays(directory / _START)["parameters"]
-    except (RunError, KeyError) as error:
-        _logger.warning("snapshots will be longer, the starting model is not there: %s", error)
-        return None
 
 
 def as_array(digest: bytes) -> NDArray[np.uint8]:
