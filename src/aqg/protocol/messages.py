@@ -11,6 +11,7 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, get_type_hints
 
@@ -222,13 +223,11 @@ def _read_truth(reader: Reader) -> bool:
 def _write_float(value: float) -> bytes:
     """Write a number in as few bytes as lose nothing: bfloat16, single or double precision."""
     whole = struct.pack(">d", value)
-    try:
+    with suppress(OverflowError):
         single = struct.pack(">f", value)
-    except OverflowError:
-        return b"\x08" + whole
-    if struct.pack(">d", *struct.unpack(">f", single)) != whole:
-        return b"\x08" + whole
-    return b"\x04" + single if any(single[2:]) else b"\x02" + single[:2]
+        if struct.pack(">d", *struct.unpack(">f", single)) == whole:
+            return b"\x04" + single if any(single[2:]) else b"\x02" + single[:2]
+    return b"\x08" + whole
 
 
 def _read_float(reader: Reader) -> float:
