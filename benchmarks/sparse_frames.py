@@ -26,7 +26,7 @@ from aqg.runs.config import RunConfig
 from aqg.runs.setup import build_problem
 from aqg.sim.engine import FastSimulation
 from aqg.sim.training import LocalTraining, Training
-from aqg.wire import context, decode, encode, encoded_size
+from aqg.wire import context, decode, encode
 from aqg.wire.sections import Alphabet, Plane, encode_planes
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def main() -> None:
                     gap_bytes(levels),
                     len(encode_planes([Plane(levels, Alphabet(2, 3))], threads=1)),
                     len(context.encode(levels, 3)),
-                    encoded_size(ternary),
+                    len(encode(ternary)),
                     len(frame),
-                    1e3 * seconds(lambda sparse=sparse: encoded_size(sparse)),
+                    1e3 * seconds(lambda sparse=sparse: encode(sparse)),
                     1e3 * seconds(lambda sparse=sparse: encode(sparse)),
                     1e3 * seconds(lambda frame=frame, length=length: decode(frame, length)),
                 ]

@@ -40,9 +40,9 @@ from aqg.wire.entry import (
     log_rounds,
     log_since,
 )
+from aqg.wire.varint import seal as sealed
 
 from tests.problems import tiny_problem
-from tests.wire.logs import sealed
 
 LENGTH = 300
 RECIPE = make_recipe("qsgd")

@@ -117,16 +117,15 @@ class World:
         publisher_type=Publisher,
         rule=None,
     ):
-        self.rule = Fixed() if rule is None else rule
         self.rng = np.random.default_rng(seed)
         self.recipe, self.find, self.follow = recipe, find, follow_with
-        self.downlink, self.optimizer = downlink, make_optimizer(optimizer)
         self.about = terms_of(recipe, NUM_PARAMS)
         self.terms = Terms(recipe, NUM_PARAMS, "float64")
-        self.rates = rates if rates is not None else Rates()
+        self.rates = rates or Rates()
         weights = 0.5 + self.rng.random(num_clients)
         start = self.rng.standard_normal(NUM_PARAMS)
-        self.how = Step(STEP_SIZE, optimizer=self.optimizer, rule=self.rule, downlink=downlink)
+        made, rule = make_optimizer(optimizer), rule or Fixed()
+        self.how = Step(STEP_SIZE, optimizer=made, rule=rule, downlink=downlink)
         first = MirrorBook.first(recipe, start, weights, self.how)
         self.book_type, self.publisher_type = book_type, publisher_type
         self.start = start
@@ -157,20 +156,22 @@ class World:
 
     # The network.
 
-    def happens(self, rate):
-        return bool(self.rng.random() < rate)
+    def happens(self, rate, what=None):
+        """Draw whether something happens, and count it."""
+        happens = bool(self.rng.random() < rate)
+        if what is not None:
+            self.seen[what] += happens
+        return happens
 
     def later(self, seconds, action):
         heapq.heappush(self.events, (self.now + seconds, next(self.serials), action))
 
     def carry(self, action):
         """Deliver something: never, now, much later, or twice."""
-        if self.happens(self.rates.lose):
-            self.seen["lost"] += 1
+        if self.happens(self.rates.lose, "lost"):
             return
         for _ in range(2 if self.happens(self.rates.double) else 1):
-            slow = self.happens(self.rates.delay)
-            self.seen["delayed"] += slow
+            slow = self.happens(self.rates.delay, "delayed")
             self.later(self.rng.uniform(8, 35) if slow else self.rng.uniform(0.1, 1.6), action)
 
     # The server.
@@ -188,9 +189,8 @@ class World:
 
     def round(self):
         self.pending, self.arrived, self.repeats = {}, {}, Counter()
-        if self.happens(self.rates.reweigh):
+        if self.happens(self.rates.reweigh, "reweighed"):
             self.book.reweigh(0.5 + self.rng.random(len(self.disks)))
-            self.seen["reweighed"] += 1
         state = self.book.state
         for client in range(len(self.disks)):
             if self.happens(self.rates.leave):
@@ -211,9 +211,8 @@ class World:
         self.now = end
         self.take_in()
         assert self.book.state.round == state.round
-        if self.happens(self.rates.no_step):
+        if self.happens(self.rates.no_step, "no step"):
             self.book.skip_step()
-            self.seen["no step"] += 1
         else:
             self.book.step()
         if self.happens(self.rates.log_rot):
@@ -228,9 +227,8 @@ class World:
             self.take_in()  # crashed after the replies were taken, before the checkpoint
         self.pending = {}
         self.incarnation += 1
-        if self.happens(self.rates.old_checkpoint):
+        if self.happens(self.rates.old_checkpoint, "old checkpoint"):
             del self.checkpoints[int(self.rng.integers(-3, 0)) :]
-            self.seen["old checkpoint"] += 1
         self.checkpoints = self.checkpoints or [self.first_checkpoint]
         self.book = self.make_book(*self.checkpoints[-1])
 
@@ -250,7 +248,7 @@ class World:
             public = state.public
             self.seen["snapshot"] += bool(order.snapshot)
             self.seen["entries"] += len(order.log) > len(EMPTY_LOG)
-            if self.happens(self.rates.damage):
+            if self.happens(self.rates.damage, "damaged"):
                 order = self.damage(order)
             self.old_orders.append(order)
         truth = Truth(state.parameters.copy(), state.mirror(client).copy(), public)
@@ -260,7 +258,6 @@ class World:
 
     def damage(self, order):
         """Return the order with entries that are damaged, or not those of its round."""
-        self.seen["damaged"] += 1
         other = self.one_of(self.old_orders or [order])
         match int(self.rng.integers(4)):
             case 0:
@@ -381,31 +378,25 @@ class World:
         noise = np.random.default_rng([order.round, client]).standard_normal(NUM_PARAMS)
         gradient = params - self.targets[client] + 0.3 * noise
         memory, reply = answer(self.recipe, base, order, gradient)
-        if self.happens(self.rates.crash_before_saving):
-            self.seen["crash"] += 1
+        if self.happens(self.rates.crash_before_saving, "crash"):
             return
         self.disks[client] = Disk(memory, public)
         if self.happens(self.rates.copy):
             self.copies[client].append(self.disks[client])
-        if self.happens(self.rates.crash_before_replying):
-            self.seen["crash"] += 1
+        if self.happens(self.rates.crash_before_replying, "crash"):
             return
         say(reply, memory.current.state.track.position[0])
 
     def trouble_disk(self, client):
-        if self.happens(self.rates.restore):
+        if self.happens(self.rates.restore, "restored"):
             self.disks[client] = self.one_of(self.copies[client][-3:])
-            self.seen["restored"] += 1
-        if self.happens(self.rates.wipe):
+        if self.happens(self.rates.wipe, "wiped"):
             self.disks[client] = self.blank
-            self.seen["wiped"] += 1
-        if self.happens(self.rates.twin):
+        if self.happens(self.rates.twin, "twin"):
             self.disks[client], self.twins[client] = self.twins[client], self.disks[client]
-            self.seen["twin"] += 1
         public = self.disks[client].public
-        if public is not None and self.happens(self.rates.rot):
+        if public is not None and self.happens(self.rates.rot, "rotten"):
             self.disks[client] = self.disks[client]._replace(public=self.rotten(public))
-            self.seen["rotten"] += 1
 
     def rotten(self, public):
         """Return a public model in which one number has changed, as it is read from disk."""

@@ -35,47 +35,32 @@ def never():
     raise AssertionError("no snapshot is wanted here")
 
 
-def test_one_entry_behind_is_one_entry():
+def test_a_log_sends_entries_or_a_snapshot_and_keeps_no_more():
     log = ModelLog()
-    for size in (100, 5, 7):
-        log.append(bytes(size))
-    assert log.round == 4
-    delivery = log.deliver(3, never, never)
-    assert (delivery.first, delivery.snapshot) == (3, b"")
-    assert delivery.num_bytes == log_overhead(3, 1) + 7 == len(log.frame(3))
-    assert log.deliver(4, never, never).num_bytes == log_overhead(4, 0) == len(log.frame(4))
-
-
-def test_a_snapshot_is_taken_when_it_is_shorter():
+    log.append(bytes(10))
+    for position in (0, 5, -1):  # someone unknown
+        assert log.deliver(position, lambda: b"snapshot", never).snapshot == b"snapshot"
     log = ModelLog()
     for _ in range(20):
         log.append(bytes(10))
+    for position in (20, 21):  # one entry, or none: the normal case
+        delivery = log.deliver(position, never, never)
+        assert (delivery.first, delivery.snapshot) == (position, b"")
+        overhead = log_overhead(position, 21 - position)
+        assert delivery.num_bytes == overhead + 10 * (21 - position) == len(log.frame(position))
     delivery = log.deliver(1, lambda: bytes(50), never)
     assert (delivery.first, len(delivery.snapshot)) == (21, 50)
     assert delivery.num_bytes == 50 + log_overhead(21, 0)
+    assert log.deliver(1, never, never) == delivery  # there is one of this round
     log.append(bytes(10))
     later = log.deliver(2, never, never)  # the log has not grown enough for a new one
     assert (later.first, later.num_bytes) == (21, 50 + log_overhead(21, 1) + 10)
     assert not log.deliver(19, never, never).snapshot
-
-
-def test_someone_unknown_gets_a_snapshot():
-    log = ModelLog()
-    log.append(b"x")
-    for position in (0, 5, -1):
-        assert log.deliver(position, lambda: b"snapshot", never).snapshot == b"snapshot"
-
-
-def test_what_no_one_wants_is_dropped():
-    log = ModelLog()
-    for _ in range(20):
-        log.append(bytes(10))
-    log.deliver(1, lambda: bytes(50), never)
     log.cut(oldest=1)
     assert log.first == 16  # five entries of ten bytes are as long as the snapshot
     log.cut(oldest=19)
     assert log.first == 19
-    assert log.deliver(3, never, never).snapshot == bytes(50)  # that of this round
+    assert log.deliver(3, lambda: b"new", never).snapshot == b"new"
 
 
 @given(
@@ -100,43 +85,36 @@ def test_a_delivery_is_never_longer_than_the_entries(sizes, snapshot_bytes, rand
         assert kept <= snapshot_bytes + sum(sizes[min(log.snapshot_round, min(positions)) - 1 :])
 
 
-class Book:
+class Book(MirrorBook):
     """A server whose only sender is a stream of noise, and clients that read its log."""
 
-    def __init__(self, recipe, downlink, optimizer="sgd"):
-        self.recipe = make_recipe(recipe)
-        self.start = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
+    @staticmethod
+    def of(recipe, downlink, optimizer="sgd"):
+        recipe, start = make_recipe(recipe), np.random.default_rng(1).standard_normal(SIZE)
         step = Step(0.1, optimizer=make_optimizer(optimizer), downlink=downlink)
-        self.book = MirrorBook.first(self.recipe, self.start, np.ones(3), step)
-        self.terms = Terms(self.recipe, SIZE, "float32")
-        self.rng = np.random.default_rng(2)
+        book = Book.first(recipe, start.astype(np.float32), np.ones(3), step)
+        book.terms, book.rng = Terms(recipe, SIZE, "float32"), np.random.default_rng(2)
+        return book
 
     @property
-    def publisher(self):
-        assert self.book.publisher is not None
-        return self.book.publisher
-
-    @property
-    def public(self):
-        return self.book.public
+    def start(self):
+        return self.publisher.start
 
     def parcel(self, client):
         return self.publisher.parcel(client, self.public)
 
-    def step(self):
-        """Take in one upload, or let a round pass without a step."""
-        if self.book.round % 50 == 7:
-            self.book.skip_step()
-            return
-        noise = self.rng.standard_normal(SIZE).astype(np.float32)
-        upload = quantized(self.recipe, noise)
-        self.book.state = take_message(self.recipe, self.book.state, 0, upload)
-        self.book.step()
+    def pass_rounds(self, count=1):
+        """Take in an upload in each round; some pass without a step."""
+        for _ in range(count):
+            if self.round % 50 == 7:
+                self.skip_step()
+                continue
+            upload = quantized(self.recipe, self.rng.standard_normal(SIZE).astype(np.float32))
+            self.state = take_message(self.recipe, self.state, 0, upload)
+            self.step()
 
-    def follow(self, client, held, has_start=True):
-        public = follow(
-            self.terms, self.parcel(client), held, lambda: self.start if has_start else None
-        )
+    def follow(self, client, held):
+        public = follow(self.terms, self.parcel(client), held, lambda: self.start)
         self.publisher.followed(client)
         return public
 
@@ -151,12 +129,12 @@ def quantized(recipe, vector):
     [pytest.param("laq", Exact(), marks=pytest.mark.soak), ("stc", Condensed())],
 )
 def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
-    book = Book(recipe, downlink, "momentum")
+    book = Book.of(recipe, downlink, "momentum")
     held = [first_held(book.terms, lambda: book.start)] * 3
     for pause in (1, 10, 1000):
         for _ in range(pause):
             held[0] = book.follow(0, held[0])
-            book.step()
+            book.pass_rounds()
         parcel = book.parcel(1)
         held[1] = book.follow(1, held[1])
         assert public_digest(held[1]) == public_digest(book.public)
@@ -164,24 +142,24 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
         assert size < 4 * SIZE * (pause + 5)
         if pause == 1:
             assert not parcel.snapshot
-            assert log_rounds(parcel.log) == range(book.book.round - 1, book.book.round)
+            assert log_rounds(parcel.log) == range(book.round - 1, book.round)
         if pause == 1000:  # a thousand entries are longer than the model
             assert parcel.snapshot
             assert size < 20 * SIZE
     state = book.publisher.state()
     assert sum(map(len, state.entries)) <= 60 * SIZE, "the log outgrows a snapshot"
     assert len(state.digests) == len(state.entries) + 1
-    assert np.array_equal(state.positions, [book.book.round - 1, book.book.round, 1])
+    assert np.array_equal(state.positions, [book.round - 1, book.round, 1])
 
 
 @pytest.mark.parametrize(
     ("recipe", "downlink"), [("laq", Condensed()), ("onebit", Exact()), ("onebit", Condensed())]
 )
 def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
-    book = Book(recipe, downlink)
+    book = Book.of(recipe, downlink)
     held = [first_held(book.terms, lambda: book.start)]
     for _ in range(5):
-        book.step()
+        book.pass_rounds()
         parcel = book.parcel(0)  # no reply arrives: the server thinks that it holds round 1
         assert log_rounds(parcel.log).start == 1
         held.append(follow(book.terms, parcel, held[-1], lambda: None))
@@ -194,16 +172,14 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
 
 
 def test_only_what_has_the_digest_of_its_round_gets_entries():
-    book = Book("laq", Exact())
+    book = Book.of("laq", Exact())
     first = first_held(book.terms, lambda: book.start)
     assert first is not None
-    for _ in range(4):
-        book.step()
+    book.pass_rounds(4)
     held = book.follow(1, first)
-    for _ in range(3):
-        book.step()
+    book.pass_rounds(3)
     old = holding_of(book.terms, held, lambda: book.start)
-    book.publisher.positions[1] = book.book.round
+    book.publisher.positions[1] = book.round
     book.publisher.lost(1, old)  # a restored backup
     assert book.publisher.positions[1] == old.round
     book.publisher.lost(1, old)  # it was sent entries from there, and they were no help
@@ -222,9 +198,8 @@ def test_only_what_has_the_digest_of_its_round_gets_entries():
 
 
 def test_the_log_comes_back_from_arrays():
-    book = Book("laq", Exact())
-    for _ in range(3):
-        book.step()
+    book = Book.of("laq", Exact())
+    book.pass_rounds(3)
     state = book.publisher.state()
     again = from_arrays(LogState, to_arrays(state))
     assert again[1:6] == state[1:6]

@@ -61,24 +61,15 @@ def error(server):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "downlink", "exact"),
+    ("recipe", "downlink"),
     [
-        ("lean", "exact", False),
-        ("lean", "auto", True),
-        ("auto", "auto", False),
-        soak("auto", "exact", True),
-        ("stc:keep=0.5", "exact", False),
-        soak("gd", "auto", True),
-        ("qsgd", "auto", False),
+        ("auto", "condensed"),
+        ("lean", "exact"),
+        ("stc:keep=0.5", "exact"),
+        ("qsgd", "condensed"),
+        soak("gd", "condensed"),
     ],
 )
-def test_training(recipe, downlink, exact):
-    server = make_server(recipe=recipe, downlink=downlink, exact=exact)
-    run(server, [ClientSession() for _ in range(3)], 40)
-    assert error(server) < (0.05 if recipe in ("lean", "gd") else 0.8)
-
-
-@pytest.mark.parametrize(("recipe", "downlink"), [("auto", "condensed"), ("lean", "exact")])
 def test_sessions_end_with_the_simulators_model(recipe, downlink):
     """As Flower does, in `tests/flower/test_apps.py`."""
     problem, local = tiny_problem(num_clients=3, unequal=True), LocalTraining(batch_size=2, steps=3)
@@ -115,36 +106,6 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
     assert server.take(0, fresh.answer(to_bytes(order), train_of(0))).wants_order
     reply = read_reply(fresh, whole_order(server, 0))
     assert reply.frame == replies["auto", False] != b""
-
-
-def test_who_is_asked_in_every_round_keeps_what_it_did_not_send():
-    """The server says which: what is left of one update is sent with the next."""
-    server, client = ServerSession(np.zeros(500), 1), ClientSession()
-    update, sent = np.random.default_rng(0).standard_normal(500), []
-    for _ in range(12):
-        assert not exchange(server, client, 0, lambda _model, _round: update).problem
-        sent.append(server._book.state.model.total.copy())
-        server.step()
-    assert whole_order(server, 0).updates == "steady"
-    assert np.count_nonzero(sent[0]) < 300
-    left = 12 * update - np.sum(sent, axis=0)
-    assert 0 < np.linalg.norm(left) < 2 * np.linalg.norm(update)
-    forgetful = ServerSession(np.zeros(500), 1, memory="none")
-    assert whole_order(forgetful, 0).updates == "sampled"
-
-
-def test_the_order_says_how_much_noise_an_upload_may_carry():
-    """As many clients as agree, and more so after each round."""
-    server = ServerSession(np.zeros(500), 4, recipe="auto:share=0")
-    clients, rng, said = [ClientSession() for _ in range(4)], np.random.default_rng(0), []
-    update = rng.standard_normal(500)
-    for _ in range(6):
-        for number, client in enumerate(clients):
-            exchange(server, client, number, lambda _model, _round: update)
-        said.append(whole_order(server, 3).noise)
-        server.step()
-    assert said[0] == 1.0
-    assert 3.0 < said[-1] <= 4.0
 
 
 def test_a_lost_reply_is_rolled_back(tmp_path):
@@ -186,21 +147,6 @@ def test_the_same_order_gets_the_same_reply(tmp_path):
     later = server.order(0)
     ClientSession(tmp_path).answer(later, train)
     assert read_reply(ClientSession(tmp_path), order_from_bytes(order)).stale
-
-
-def test_a_client_that_lost_its_memory_starts_again(tmp_path):
-    server = make_server()
-    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
-    run(server, clients, 5)
-    copy = tmp_path / "copy"
-    shutil.copytree(tmp_path / "0", copy)
-    run(server, clients, 5)
-    shutil.rmtree(tmp_path / "0")
-    shutil.copytree(copy, tmp_path / "0")  # an old backup
-    shutil.rmtree(tmp_path / "1")  # a new disk
-    clients = [ClientSession(tmp_path / str(m)) for m in range(3)]
-    run(server, clients, 60)
-    assert error(server) < 0.02
 
 
 def test_a_server_goes_on_from_its_directory(tmp_path):
@@ -291,45 +237,34 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
         assert (reply.restarted, reply.rolled_back, reply.lost) == (False, False, "")
 
 
-def test_bad_orders_change_nothing(tmp_path):
+def test_bad_orders_and_replies_change_nothing(tmp_path):
     server, client = make_server(), ClientSession(tmp_path)
     order = server.order(0)
-    with pytest.raises(WireError, match="checksum"):
-        client.answer(order[:40] + b"\0\0" + order[42:], train_of(0))
-    with pytest.raises(WireError, match="too few"):
-        client.answer(b"", train_of(0))
-    with pytest.raises(WireError, match="does not begin the order"):
-        client.answer(client.answer(order, train_of(0)), train_of(0))
+    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
+    for bad, kind, complaint in (
+        (order[:40] + b"\0\0" + order[42:], WireError, "checksum"),
+        (b"", WireError, "too few"),
+        (client.answer(order, train_of(1)), WireError, "does not begin the order"),
+        (other, ConfigError, "same version"),
+    ):
+        with pytest.raises(kind, match=complaint):
+            client.answer(bad, train_of(0))
     with pytest.raises(ConfigError, match="do not agree"):
         ClientSession(recipe=make_recipe("stc")).answer(order, train_of(0))
-    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
-    with pytest.raises(ConfigError, match="same version"):
-        client.answer(other, train_of(0))
-
-
-def test_bad_replies_are_refused():
-    server, client = make_server(), ClientSession()
-    order = server.order(0)
-    reply = client.answer(order, train_of(0))
+    reply = ClientSession().answer(order, train_of(0))
     read = reply_from_bytes(reply, order_from_bytes(order).stamp)
-    for no_reply in (None, "reply", 3, [1]):
-        assert "it must be bytes" in server.take(0, no_reply).problem
-    assert "10000 bytes" in server.take(0, bytes(10_000)).problem
-    assert "digest" in server.take(0, to_bytes(replace(read, digest=bytes(4)))).problem
-    assert "epoch" in server.take(0, to_bytes(replace(read, epoch=3))).problem
+    for bad, complaint in (
+        *((no_reply, "it must be bytes") for no_reply in (None, "reply", 3, [1])),
+        (bytes(10_000), "10000 bytes"),
+        (to_bytes(replace(read, digest=bytes(4))), "digest"),
+        (to_bytes(replace(read, epoch=3)), "epoch"),
+    ):
+        assert complaint in server.take(0, bad).problem
     with pytest.raises(MessageError, match="client is 3"):
         server.take(3, reply)
     assert server.answered == frozenset()
     assert server.take(0, reply).is_taken
     assert server.answered == {0}
-    rng = np.random.default_rng(0)
-    fresh = make_server()
-    for _ in range(300):
-        damaged = bytearray(reply)
-        for place in rng.integers(len(reply), size=2):
-            damaged[place] = rng.integers(256)
-        if bytes(damaged) != reply:
-            assert not fresh.take(1, bytes(damaged)).is_taken
 
 
 @pytest.mark.parametrize(
@@ -360,21 +295,6 @@ def test_bad_replies_are_refused():
 def test_bad_settings(options, text):
     with pytest.raises(ConfigError, match=text):
         make_server(**options)
-
-
-@pytest.mark.parametrize("recipe", ["laq", "aqg", "ef21", "lean"])
-def test_a_lost_reply_is_noticed_on_the_smallest_of_models(recipe):
-    server, client = make_server(recipe=recipe), ClientSession()
-    for number in range(6):
-        update = lambda model, _round, scale=0.5**number: (model - TARGETS[0]) * scale  # noqa: E731
-        reply = client.answer(server.order(0), update)
-        if number != 2:
-            assert server.take(0, reply).is_taken
-        server.step()
-        mirror = server._book.state.mirror(0)
-        if number != 2:
-            held = np.array(mirror)
-        assert np.array_equal(mirror, held)
 
 
 def test_another_session_in_the_directory(tmp_path):
@@ -467,6 +387,7 @@ def test_clients_may_hold_nothing_between_rounds(recipe):
                 assert server.take(m, reply).is_taken
             server.step()
     assert servers[0].parameters.tobytes() == servers[1].parameters.tobytes()
+    assert whole_order(ServerSession(given, 2, memory="none"), 0).updates == "sampled"
     assert max(sizes[0][2:]) < min(sizes[1][4:])
 
 

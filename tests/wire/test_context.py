@@ -1,15 +1,15 @@
 """The context coder: round trips, sizes, and what it does with bytes it did not write."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg.core.grids import num_levels
 from aqg.core.track import direction_of
 from aqg.errors import WireError
-from aqg.wire.bitpack import pack
 from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
 
 from tests.wire.samples import measured_entropy, uploads
@@ -46,11 +46,7 @@ def test_decodes_what_it_encodes(upload, with_hints):
 def test_uses_structure_that_frequencies_do_not_show(num_symbols, share):
     levels = smooth_levels(num_symbols)
     size = len(encode(levels, num_symbols))
-    compress = zstandard.ZstdCompressor(level=19).compress
-    width = (num_symbols - 1).bit_length()
     assert size < share * measured_entropy(levels) * len(levels) / 8
-    assert size < len(compress(levels.tobytes()))
-    assert size < len(compress(pack(levels, width).tobytes()))
 
 
 def test_hints_pay_when_they_tell_something_and_cost_little_when_not():
@@ -80,12 +76,6 @@ def test_finds_the_lags_of_a_picture(columns, num_symbols):
     near, ratio = find_lags(levels, num_symbols)
     assert near == columns
     assert ratio in (27, 28, 29)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8])
-def test_finds_lags_in_next_to_nothing(count):
-    near, ratio = find_lags(np.arange(count, dtype=np.uint8), 16)
-    assert near * ratio <= max(count, 2)
 
 
 def test_takes_read_only_and_strided_arrays_and_views_of_bytes():
@@ -118,18 +108,21 @@ def test_lags_out_of_bounds_are_refused(lags):
         decode(bytes.fromhex(lags), 64, 3)
 
 
-def test_messages_name_what_is_wrong():
-    with pytest.raises(WireError, match="level 7 is not below num_symbols 7"):
-        encode(np.array([1, 7], np.uint8), 7)
-    with pytest.raises(WireError, match=r"num_symbols is 0, outside 1\.\.65536"):
-        encode(np.array([], np.uint8), 0)
-    with pytest.raises(WireError, match=r"num_symbols is 65537, outside 1\.\.65536"):
-        decode(b"", 0, 65537)
-    with pytest.raises(WireError, match="count is -1; it must not be negative"):
-        decode(b"", -1, 3)
-    with pytest.raises(WireError, match="2 hints do not fit 3 levels"):
-        encode(np.array([0, 1, 2], np.uint8), 3, hints=np.zeros(2, np.int8))
-    with pytest.raises(WireError, match="has 1 bytes where 0 are needed"):
-        decode(b"\0", 5, 1)
-    with pytest.raises(WireError, match=r"lags 64 and 64·2 are outside 1\.\.4096 .* up to 10"):
-        decode(bytes([64, 2, 0]), 10, 3)
+LEVELS = np.array([1, 7], np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "reason"),
+    [
+        (encode, (LEVELS, 7), "level 7 is not below num_symbols 7"),
+        (encode, (LEVELS[:0], 0), r"num_symbols is 0, outside 1\.\.65536"),
+        (decode, (b"", 0, 65537), r"num_symbols is 65537, outside 1\.\.65536"),
+        (decode, (b"", -1, 3), "count is -1; it must not be negative"),
+        (partial(encode, hints=np.zeros(3, np.int8)), (LEVELS, 8), "3 hints do not fit 2 levels"),
+        (decode, (b"\0", 5, 1), "has 1 bytes where 0 are needed"),
+        (decode, (bytes([64, 2, 0]), 10, 3), r"64 and 64·2 are outside 1\.\.4096 .* up to 10"),
+    ],
+)
+def test_messages_name_what_is_wrong(function, arguments, reason):
+    with pytest.raises(WireError, match=reason):
+        function(*arguments)

@@ -1,7 +1,5 @@
 """Entries, logs and snapshots: golden bytes, round trips, refusals, hostile input."""
 
-from random import Random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,17 +23,13 @@ from aqg.wire.entry import (
 )
 from aqg.wire.vectors import decode_vector, encode_vector
 
-from tests.problems import soak
-from tests.wire.hostile import damage
 from tests.wire.logs import (
     LENGTH,
     MOVEMENT,
     entries,
     of_position,
     of_velocity,
-    read_frame,
     same,
-    sealed,
     start,
 )
 
@@ -96,8 +90,6 @@ def test_what_is_out_of_order_is_named():
         follow_log(log, after, MOVEMENT)
     with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
         follow_log(encode_log(4, written[3:]), start(), MOVEMENT)
-    with pytest.raises(WireError, match="checksum of the log"):
-        follow_log(log[:-5] + bytes([log[-5] ^ 1]) + log[-4:], start(), MOVEMENT)
     with pytest.raises(WireError, match="changes a velocity; this model has none"):
         follow_log(log, start("auto"), MOVEMENT)
     with pytest.raises(MessageError, match="changes a velocity; the model of this recipe"):
@@ -136,27 +128,17 @@ def test_entries_of_another_run_are_refused():
         follow_log(log, changed, MOVEMENT)
 
 
-vectors = st.integers(1, 60).flatmap(
-    lambda n: st.tuples(
-        *[
-            arrays.arrays(
-                np.float64,
-                n,
-                elements=st.one_of(
-                    st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300]),
-                    st.floats(allow_nan=False, width=64),
-                ),
-            )
-        ]
-        * 2
-    )
+NUMBERS = st.one_of(
+    st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300]),
+    st.floats(allow_nan=False, width=64),
 )
+PAIRS = st.integers(1, 60).flatmap(lambda n: arrays.arrays(np.float64, (2, n), elements=NUMBERS))
 
 
-@given(vectors, st.sampled_from(["float32", "float64"]))
+@given(PAIRS, st.sampled_from(["float32", "float64"]))
 def test_vectors_come_back_to_the_bit(pair, dtype):
     with np.errstate(over="ignore"):
-        new, old = (vector.astype(dtype) for vector in pair)
+        new, old = pair.astype(dtype)
     data = encode_vector(new, old)
     assert decode_vector(np.frombuffer(data, np.uint8), old).tobytes() == new.tobytes()
 
@@ -174,33 +156,3 @@ def test_sums_of_quantized_vectors_cost_about_what_their_frames_do():
         total += upload.values(np.float64)
         frames += len(encode(upload))
     assert len(encode_vector(total, np.zeros_like(total))) < frames
-
-
-@pytest.mark.parametrize(("seed", "recipe"), [(1, "lean"), soak(2, "auto"), soak(3, "lean")])
-def test_damaged_logs_and_snapshots_never_crash(seed, recipe):
-    random = Random(seed)
-    written, after = entries(start(recipe))
-    base = start().parameters
-    frames = [encode_log(1, written), encode_snapshot(after, base), encode_snapshot(after, None)]
-    accepted = 0
-    for _ in range(1000):
-        index = random.randrange(3)
-        body = bytearray(frames[index][:-4])
-        for _ in range(random.randrange(1, 4)):
-            damage(body, [(frame, LENGTH) for frame in frames], random)
-        try:
-            read_frame(sealed(bytes(body)), recipe)
-        except WireError:
-            continue
-        accepted += 1
-    assert 0 < accepted < 500
-
-
-@pytest.mark.parametrize("cut", range(0, 60, 7))
-def test_truncated_frames_are_refused(cut):
-    written, after = entries(start())
-    for data in (encode_log(1, written), encode_snapshot(after, None)):
-        with pytest.raises(WireError):
-            follow_log(data[:cut], start(), MOVEMENT)
-        with pytest.raises(WireError):
-            decode_snapshot(data[:cut], start(), None)

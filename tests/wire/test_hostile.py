@@ -6,30 +6,50 @@ import os
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-from aqg.errors import WireError
+from aqg.core.public import Entry, advance
+from aqg.errors import MessageError, WireError
+from aqg.protocol.messages import Order, Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 from aqg.wire import context, decode
+from aqg.wire.entry import Merger, encode_entry, encode_log, encode_snapshot
 from aqg.wire.frame import Mode
-from aqg.wire.varint import write_varint
+from aqg.wire.statistics import (
+    PRECISIONS,
+    Section,
+    StatisticsMessage,
+    decode_statistics,
+    encode_statistics,
+)
+from aqg.wire.varint import seal, write_varint
 
 from tests.commands import run
 from tests.problems import soak
-from tests.wire.hostile import attack, good_frames, known_for, mutate, sealed, starved_frames
+from tests.wire.hostile import (
+    accepts,
+    attack,
+    damage,
+    good_frames,
+    known_for,
+    mutate,
+    sealed,
+    starved_frames,
+)
+from tests.wire.logs import MOVEMENT, accepts_log, entries, of_position, start
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("count", "seed"), [(20_000, 1), soak(50_000, 2)])
 def test_damaged_frames(count, seed):
-    outcomes = attack(count, seed)
-    assert outcomes.total() == count
     # Some damage makes another valid message; if none or all did, the test would test nothing.
-    assert count / 100 < outcomes["accepted"] < count / 5
+    assert count / 100 < attack(count, seed) < count / 5
 
 
 @pytest.mark.soak
@@ -44,7 +64,7 @@ def test_with_bounds_checks_and_resident_memory(pytestconfig):
     }
     command = (sys.executable, "-m", "tests.wire.hostile", "20000", "3")
     report = json.loads(run(*command, **environment))
-    assert report["refused"] + report["accepted"] == 20_000
+    assert 200 < report["accepted"] < 4_000
     assert report["grown_bytes"] < 64 << 20
 
 
@@ -100,14 +120,97 @@ def test_the_context_coder_is_for_short_messages():
                 decode(sealed(frame, count), count)
 
 
-def test_every_truncation_and_every_flipped_bit_is_noticed():
+def statistics_read(data):
+    """Tell whether a frame of statistics is read; its values are finite then."""
+    try:
+        found = decode_statistics(data, SECTIONS)
+    except WireError:
+        return False
+    assert np.isfinite(found.values).all()
+    assert (len(found.values), len(found.counts)) == (5, 2)
+    return True
+
+
+def heads_read(data):
+    """Tell whether an order, or a reply, is read; it is written again as it was then."""
+    stamp = Stamp(1, 2, bytes(4))
+    for read, known in ((order_from_bytes, [ORDER]), (reply_from_bytes, stamp)):
+        try:
+            message = read(data, known)
+        except (WireError, MessageError):
+            continue
+        again = to_bytes(message, ORDER if isinstance(message, Order) else stamp)
+        assert read(again, known) == message or "nan" in repr(message)
+        return True
+    return False
+
+
+def merged():
+    """Return the sum of a few entries."""
+    public, written = start("auto"), []
+    for number in range(1, 6):
+        quantum = 2.0**-20 if number == 1 else None
+        entry = Entry(number, None, of_position(number), 0.5, is_rounded=True, quantum=quantum)
+        written.append(encode_entry(entry, None))
+        public = advance(public, entry, MOVEMENT)
+    merger = Merger(public)
+    assert all(map(merger.add, reversed(written)))
+    return merger.frame()
+
+
+SECTIONS = (Section(3, "float32"), Section(2, "float64"), Section(2, "int"))
+ORDER = Order("run", bytes(16), "auto", 4, 100, 0, 40, "float32", 1, 2, 0)
+
+
+@cache
+def frames_of(kind):
+    """Return frames, and what tells of each whether it is read."""
+    if kind == "messages":
+        return [(data, partial(accepts, length=length)) for data, length in good_frames()[1::12]]
+    if kind == "statistics":
+        values, short = np.array([0.25, -3.0, 1e-3, np.pi, 2.0]), np.array([True, False, False])
+        message = StatisticsMessage(values, np.array([5, -70000]), np.ones(3, np.bool_), short)
+        return [(encode_statistics(message, SECTIONS, p), statistics_read) for p in PRECISIONS]
+    if kind == "heads":
+        said = {"digest": b"abcd", "frame": b"frame", "loss": 0.5, "fault": "no"}
+        reply = Reply(1, 3, epoch=1, uploads=2, **said)
+        later = replace(ORDER, round=300, uploads=2, noise=1.5, log=b"log", snapshot=b"snapshot")
+        whole = [to_bytes(later), to_bytes(reply)]
+        short = [to_bytes(later, ORDER), to_bytes(reply, reply.base)]
+        return [(head, heads_read) for head in whole + short]
+    if kind == "merged":
+        return [(merged(), partial(accepts_log, recipe="auto"))]
+    written, after = entries(start(kind))
+    frames = [encode_snapshot(after, base) for base in (start().parameters, None)]
+    is_read = partial(accepts_log, recipe=kind)
+    return [(frame, is_read) for frame in [encode_log(1, written), *frames]]
+
+
+KINDS = ["lean", "auto", "merged", "statistics", "heads"]
+
+
+@pytest.mark.parametrize("kind", ["messages", *KINDS])
+def test_every_truncation_and_every_flipped_bit_is_noticed(kind):
     """A CRC-32 finds every single flipped bit and almost every truncation."""
-    for data, length in good_frames()[1::12]:
-        for end in range(1, len(data)):
-            with pytest.raises(WireError):
-                decode(data[:end], length, known=known_for(length))
+    for data, is_read in frames_of(kind):
+        assert is_read(data)
+        assert not any(is_read(data[:end]) for end in range(1, len(data)))
         for bit in range(0, 8 * len(data), 3):
             damaged = bytearray(data)
             damaged[bit // 8] ^= 1 << bit % 8
-            with pytest.raises(WireError):
-                decode(damaged, length, known=known_for(length))
+            assert not is_read(bytes(damaged))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [1, soak(2), soak(3)])
+def test_damage_behind_a_right_checksum(kind, seed):
+    """What is not refused is whole, and survives the wire."""
+    frames, random = frames_of(kind), Random(seed)
+    others, accepted = [(frame, 40) for frame, _ in frames], 0
+    for _ in range(1000):
+        data, is_read = random.choice(frames)
+        body = bytearray(data[:-4])
+        for _ in range(random.randrange(1, 4)):
+            damage(body, others, random)
+        accepted += is_read(seal(bytes(body)))
+    assert 0 < accepted < 800

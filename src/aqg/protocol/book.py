@@ -5,10 +5,9 @@ A reply is checked as a whole before anything of it is used (`aqg.protocol.mirro
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ from aqg.protocol.digests import DIGEST_BYTES, public_digest
 from aqg.protocol.log import LogState, Publisher, initial_state
 from aqg.protocol.messages import Order, Reply, Stamp
 from aqg.protocol.mirrors import Held, content_digest, first_peer, take_reply
-from aqg.protocol.store import read_arrays, write_arrays
 
 
 @dataclass(eq=False)
@@ -52,10 +50,10 @@ class MirrorBook:
     how: Step  # how the server steps, and how the model is published
     publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
 
-    @staticmethod
+    @classmethod
     def first(
-        recipe: Recipe, parameters: FloatArray, weights: Float64Array, how: Step
-    ) -> MirrorBook:
+        cls, recipe: Recipe, parameters: FloatArray, weights: Float64Array, how: Step
+    ) -> Self:
         """Return the book before the first round, with every ``ref_m`` zero."""
         held = first_peer(recipe, len(parameters), str(parameters.dtype)).held
         state = init_server(recipe, parameters, len(weights), how, held)
@@ -63,7 +61,7 @@ class MirrorBook:
         if not isinstance(how.downlink, Full):
             log = initial_state(state.public, len(weights))
             publisher = Publisher(parameters, log, lies_on_grid(recipe, how.downlink))
-        return MirrorBook(recipe, state, weights, how, publisher)
+        return cls(recipe, state, weights, how, publisher)
 
     @property
     def round(self) -> int:
@@ -171,9 +169,6 @@ class MirrorBook:
             self.publisher.publish(entry, before, self.public)
 
 
-_logger = logging.getLogger("aqg.protocol")
-
-_START = "start.npz"
 _CLIENTS = {"mirrors": "held", "directions": "moved"}
 """Where it is written whose rows there are."""
 _GROUP_BYTES = 64 << 20
@@ -181,11 +176,9 @@ _GROUP_BYTES = 64 << 20
 
 
 def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
-    """Return named arrays; mirrors and directions that are zero are left out."""
+    """Return named arrays; mirrors that no upload has moved are left out."""
     state, entries = book.state, book.entries
-    tracks = [peer.track for peer in state.peers]
-    mirrors = [client for client, track in enumerate(tracks) if track.is_held[0]]
-    directions = _moved(tracks)
+    held = [client for client, peer in enumerate(state.peers) if peer.track.is_held[0]]
     arrays: dict[str, NDArray[Any]] = {
         "weights": book.weights,
         **to_arrays(state.model),
@@ -194,23 +187,19 @@ def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
         "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
         "digests": np.stack([as_array(entry.stamp.digest) for entry in entries]),
         "lineages": np.stack([as_array(entry.lineage) for entry in entries]),
-        "held": np.array(mirrors, np.int64),
-        "moved": np.array(directions, np.int64),
+        **dict.fromkeys(_CLIENTS.values(), np.array(held, np.int64)),
     }
-    arrays |= _groups("mirrors", [tracks[client].position for client in mirrors])
-    arrays |= _groups("directions", [tracks[client].direction for client in directions])
+    arrays |= _groups("mirrors", [state.peers[client].track.position for client in held])
+    arrays |= _groups("directions", [state.peers[client].track.direction for client in held])
     if book.publisher is not None:
         arrays |= to_arrays(book.publisher.state(), "log/")
     return arrays
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, directory: Path | None
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, start: FloatArray | None
 ) -> MirrorBook:
-    """Return the book that `book_to_arrays` wrote.
-
-    ``directory`` has the starting model; None where no client has it.
-    """
+    """Return the book that `book_to_arrays` wrote; ``start`` is the model that clients have."""
     model = from_arrays(Model, arrays)
     zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
@@ -224,11 +213,10 @@ def book_from_arrays(
             zero.position if mirror is None else mirror[None],
             zero.velocity,
             zero.direction if direction is None else direction[None],
-            np.array([mirror is not None and bool(mirror.any())]),
+            np.array([client in mirrors or client in directions]),
         )
         peers.append(Peer(track, held=Held(stamp, lineage.tobytes(), int(last_upload))))
     publisher = None
-    start = None if directory is None else _load_start(directory)
     if not isinstance(how.downlink, Full) and "log/first" in arrays:
         merges = lies_on_grid(recipe, how.downlink)
         publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
@@ -237,20 +225,18 @@ def book_from_arrays(
 
 def check_book(book: MirrorBook, file: Path) -> None:
     """Raise `RunError` unless every mirror and the model have the digests that are noted."""
-    zero: dict[bytes, bytes] = {}
+    zeros: dict[bytes, bytes] = {}  # digests by lineage: many clients share one mirror of zeros
     for client, peer in enumerate(book.state.peers):
-        if _digest_of(peer.track, peer.held.lineage, zero) != peer.held.stamp.digest:
+        lineage, is_held = peer.held.lineage, peer.track.is_held[0]
+        digest = None if is_held else zeros.get(lineage)
+        digest = digest or content_digest(lineage, peer.track)
+        if not is_held:
+            zeros[lineage] = digest
+        if digest != peer.held.stamp.digest:
             raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
     publisher = book.publisher
     if publisher is not None and public_digest(book.public) != publisher.digest:
         raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
-
-
-def _moved(tracks: list[Track]) -> list[int]:
-    """Return the clients whose direction is not zero; many share one array of zeros."""
-    directions = {id(track.direction): track.direction for track in tracks}
-    moved = {key for key, direction in directions.items() if direction.any()}
-    return [client for client, track in enumerate(tracks) if id(track.direction) in moved]
 
 
 def _groups(name: str, rows: list[Any]) -> dict[str, NDArray[Any]]:
@@ -264,29 +250,6 @@ def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[
     starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
     rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
     return dict(zip(arrays[_CLIENTS[name]].tolist(), rows, strict=True))
-
-
-def _digest_of(track: Track, lineage: bytes, zero: dict[bytes, bytes]) -> bytes:
-    """Return the digest of a link; those that are shared by many clients are looked at once."""
-    if track.is_held[0] or track.direction.any():
-        return content_digest(lineage, track)
-    if lineage not in zero:
-        zero[lineage] = content_digest(lineage, track)
-    return zero[lineage]
-
-
-def save_start(directory: Path, publisher: Publisher) -> None:
-    file = directory / _START
-    if publisher.start is not None and (publisher.round == 1 or not file.exists()):
-        write_arrays(file, {"parameters": publisher.start})
-
-
-def _load_start(directory: Path) -> FloatArray | None:
-    try:
-        return read_arrays(directory / _START)["parameters"]
-    except (RunError, KeyError) as error:
-        _logger.warning("snapshots will be longer, the starting model is not there: %s", error)
-        return None
 
 
 def as_array(digest: bytes) -> NDArray[np.uint8]:

@@ -44,11 +44,7 @@ def xor(one: bytes, other: bytes) -> bytes:
 
 
 def is_zero(vector: NDArray[Any]) -> bool:
-    """Tell whether all bits of a vector are zero.
-
-    >>> is_zero(np.zeros(2)), is_zero(np.array([0.0, -0.0]))
-    (True, False)
-    """
+    """Tell whether all bits of a vector are zero: of ``-0.0`` one is not."""
     bits = np.ascontiguousarray(vector).reshape(-1).view(np.uint8)
     wide = len(bits) - len(bits) % 8
     return not (bits[:wide].view(np.uint64).any() or bits[wide:].any())

@@ -124,11 +124,11 @@ def first_held(terms: Terms, start: Start) -> Public | None:
 
 
 def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
-    own = start()
-    digest = b"" if own is None or not _is_start(terms, own) else start_digest(own)
-    held = first_held(terms, lambda: own) if held is None else held
+    first = first_held(terms, start)
+    held = first if held is None else held
     if held is None:
-        return Holding(start=digest)
+        return Holding()
+    digest = b"" if first is None else start_digest(first.parameters)
     return Holding(held.round, public_digest(held), digest)
 
 

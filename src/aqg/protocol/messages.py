@@ -11,8 +11,9 @@ client that lacks them says so. A reply leaves out the state of the mirror that 
 
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_type_hints
 
 from aqg.core.recipe import SAMPLED
 from aqg.errors import MessageError, WireError
@@ -23,9 +24,6 @@ from aqg.wire.varint import CRC_BYTES, Reader, seal, write_part, write_varint, w
 NO_STATE = bytes(STATE_DIGEST_BYTES)
 """Stands for the digest of a state where there is none."""
 MAX_FAULT_LENGTH = 500
-_MAX_INTEGER = 2**63 - 1
-_MAX_SECONDS = 1e9
-_MAX_NOISE = 1e12
 
 
 class Stamp(NamedTuple):
@@ -36,9 +34,67 @@ class Stamp(NamedTuple):
     digest: bytes  # of the mirror's content and of every upload that led to it
 
 
+def _in(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: low <= value <= high, f"{low} to {high}"
+
+
+def _long(*lengths: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: len(value) in lengths, f"{' or '.join(map(str, lengths))} bytes long"
+
+
+_STATES = ("digest", "base_digest", "held_digest")
+_COUNTS = ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params")
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys((*_COUNTS, "num_samples", "held_round"), _in(0, 2**63 - 1)),
+    **dict.fromkeys(_STATES, _long(STATE_DIGEST_BYTES)),
+    "public": _long(0, STATE_DIGEST_BYTES),
+    "fingerprint": _long(DIGEST_BYTES),
+    "held_start": _long(0, DIGEST_BYTES),
+    "noise": _in(0, 1e12),
+    "work_seconds": _in(0, 1e9),
+    "run": (lambda run: run.isalnum() and len(run) <= 64, "1 to 64 letters and digits"),
+    "dtype": (lambda dtype: dtype in ("float32", "float64"), "float32 or float64"),
+    **dict.fromkeys(
+        ("fault", "lost"),
+        (lambda text: len(text) <= MAX_FAULT_LENGTH, f"at most {MAX_FAULT_LENGTH} characters"),
+    ),
+}
+"""What fields may be; the others may be anything of their type."""
+
+
+class _Checked:
+    """A message whose fields are within their bounds, and how its kind is written."""
+
+    marks: ClassVar[tuple[int, int]]
+    """The first byte of one that stands alone, and of one that leaves out what the reader knows."""
+    payload: ClassVar[str]
+    """The field at the end."""
+    terms: ClassVar[tuple[str, ...]] = ()
+    """Fields that are the same in every round."""
+    optional: ClassVar[tuple[str, ...]]
+    """Fields that are left out where they have their default, the most frequent first."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            fits, bound = _BOUNDS.get(name, (None, ""))
+            if fits is not None and not fits(value):
+                raise MessageError(f"{name} is {repr(value)[:80]}; it must be {bound}")
+
+
 @dataclass(frozen=True)
-class Order:
+class Order(_Checked):
     """What one client receives in a round, beside the model."""
+
+    marks: ClassVar = 0x83, 0x84
+    payload: ClassVar = "log"
+    terms: ClassVar = (
+        *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
+        *("client", "layout", "constants", "updates"),
+    )
+    optional: ClassVar = (
+        *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
+        *("snapshot", "first"),
+    )
 
     run: str  # names the training run, across restarts of the server
     fingerprint: bytes  # of everything both sides must agree on (see `fingerprint`)
@@ -72,20 +128,6 @@ class Order:
     # model, or receives it as a whole
     first: bytes = b""
 
-    def __post_init__(self) -> None:
-        _require_bytes("digest", self.digest, STATE_DIGEST_BYTES)
-        _require_bytes("fingerprint", self.fingerprint, DIGEST_BYTES)
-        if not 0 <= self.noise <= _MAX_NOISE:
-            raise MessageError(f"noise is {self.noise}; it must be in 0..{_MAX_NOISE:g}")
-        if self.public:
-            _require_bytes("public", self.public, STATE_DIGEST_BYTES)
-        for name in ("incarnation", "round", "client", "epoch", "uploads", "seed", "num_params"):
-            _require_range(name, getattr(self, name))
-        if not self.run or not self.run.isalnum() or len(self.run) > 64:
-            raise MessageError(f"run {self.run[:80]!r} is not 1 to 64 letters and digits")
-        if self.dtype not in ("float32", "float64"):
-            raise MessageError(f"dtype {self.dtype[:80]!r} is not float32 or float64")
-
     @property
     def stamp(self) -> Stamp:
         """The state of the mirror that the server holds."""
@@ -105,8 +147,16 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(_Checked):
     """What a client answers."""
+
+    marks: ClassVar = 0x92, 0x93
+    payload: ClassVar = "frame"
+    optional: ClassVar = (
+        *("digest", "held_round", "loss", "num_samples", "work_seconds", "statistics", "uploads"),
+        *("base_digest", "epoch", "restarted", "rolled_back", "stale", "fault", "lost"),
+        *("held_digest", "held_start"),
+    )
 
     incarnation: int  # of the order it answers
     round: int  # of the order it answers
@@ -131,22 +181,6 @@ class Reply:
     # why the client could not reach the model of the order, and did nothing; or empty
     lost: str = ""
 
-    def __post_init__(self) -> None:
-        for name in _STATES:
-            _require_bytes(name, getattr(self, name), STATE_DIGEST_BYTES)
-        if self.held_start:
-            _require_bytes("held_start", self.held_start, DIGEST_BYTES)
-        for name in ("incarnation", "round", "epoch", "uploads", "num_samples", "held_round"):
-            _require_range(name, getattr(self, name))
-        if not 0 <= self.work_seconds <= _MAX_SECONDS:
-            raise MessageError(f"work_seconds is {self.work_seconds}; it must be 0 to 1e9")
-        for name in ("fault", "lost"):
-            length = len(getattr(self, name))
-            if length > MAX_FAULT_LENGTH:
-                raise MessageError(
-                    f"{name} has {length} characters; at most {MAX_FAULT_LENGTH} are taken"
-                )
-
     @property
     def base(self) -> Stamp:
         """The state of the mirror before the frame."""
@@ -158,27 +192,10 @@ class Reply:
         return Holding(self.held_round, self.held_digest, self.held_start)
 
 
-def _require_bytes(name: str, value: bytes, length: int) -> None:
-    if len(value) != length:
-        raise MessageError(f"{name} has {len(value)} bytes; it must have {length}")
-
-
-def _require_range(name: str, value: int) -> None:
-    if not 0 <= value <= _MAX_INTEGER:
-        raise MessageError(f"{name} is {value}; it must be 0 to {_MAX_INTEGER}")
-
-
-_Message = TypeVar("_Message", Order, Reply)
-
 NO_TERMS = "the terms of the run are not known here"
 """Why a client is lost that cannot read an order without terms."""
 
 _HEAD = ("incarnation", "round")
-_TERMS = (
-    *("run", "fingerprint", "recipe", "bits", "max_staleness", "seed", "num_params", "dtype"),
-    *("client", "layout", "constants", "updates"),
-)
-_STATES = ("digest", "base_digest", "held_digest")
 
 
 def _read_bytes(reader: Reader) -> bytes:
@@ -206,13 +223,11 @@ def _read_truth(reader: Reader) -> bool:
 def _write_float(value: float) -> bytes:
     """Write a number in as few bytes as lose nothing: bfloat16, single or double precision."""
     whole = struct.pack(">d", value)
-    try:
+    with suppress(OverflowError):
         single = struct.pack(">f", value)
-    except OverflowError:
-        return b"\x08" + whole
-    if struct.pack(">d", *struct.unpack(">f", single)) != whole:
-        return b"\x08" + whole
-    return b"\x04" + single if any(single[2:]) else b"\x02" + single[:2]
+        if struct.pack(">d", *struct.unpack(">f", single)) == whole:
+            return b"\x04" + single if any(single[2:]) else b"\x02" + single[:2]
+    return b"\x08" + whole
 
 
 def _read_float(reader: Reader) -> float:
@@ -232,42 +247,18 @@ _CODECS: dict[type[Any], _Codec] = {
     str: (lambda value: write_part(value.encode()), _read_text),
     bytes: (write_part, _read_bytes),
 }
-_STATE: _Codec = (lambda value: value), _read_state
 _OWN_CODECS: dict[str, _Codec] = {
-    **dict.fromkeys(_STATES, _STATE),
+    **dict.fromkeys(_STATES, ((lambda value: value), _read_state)),
     "held_round": (write_zigzag, Reader.zigzag),
 }
 
 
-class _Form(NamedTuple):
-    """How a kind of message is written."""
-
-    full: int  # the first byte of one that stands alone
-    short: int  # of one that leaves out what the reader knows
-    optional: dict[str, Any]  # fields that may be left out, most frequent first, and their defaults
-    payload: str  # the field at the end
-    codecs: dict[str, _Codec]  # what writes and reads each field
-
-
-def _form(kind: type[Any], full: int, short: int, payload: str, *optional: str) -> _Form:
-    defaults = {field.name: field.default for field in fields(kind)}
-    codecs = {name: _CODECS[hint] for name, hint in get_type_hints(kind).items()} | _OWN_CODECS
-    return _Form(full, short, {name: defaults[name] for name in optional}, payload, codecs)
-
-
-_FORMS: dict[type[Any], _Form] = {
-    Order: _form(
-        *(Order, 0x83, 0x84, "log"),
-        *("uploads", "digest", "public", "noise", "movement", "statistics", "evaluate", "epoch"),
-        *("snapshot", "first"),
-    ),
-    Reply: _form(
-        *(Reply, 0x92, 0x93, "frame"),
-        *("digest", "held_round", "loss", "num_samples", "work_seconds", "statistics", "uploads"),
-        *("base_digest", "epoch", "restarted", "rolled_back", "stale", "fault", "lost"),
-        *("held_digest", "held_start"),
-    ),
+_FIELDS: dict[type[Any], dict[str, _Codec]] = {
+    kind: {n: _CODECS[hint] for n, hint in get_type_hints(kind).items() if hint in _CODECS}
+    | _OWN_CODECS
+    for kind in (Order, Reply)
 }
+"""What writes and reads each field."""
 
 
 class UnknownTermsError(WireError):
@@ -284,9 +275,7 @@ class UnknownTermsError(WireError):
 
 def terms_of_run(order: Order) -> Order:
     """Return what a client keeps of an order to read later ones."""
-    form = _FORMS[Order]
-    blank: dict[str, Any] = {**form.optional, form.payload: b"", "incarnation": 0, "round": 0}
-    return replace(order, **blank)
+    return replace(order, **_defaults(Order, None), log=b"", incarnation=0, round=0)
 
 
 def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> bytes:
@@ -296,18 +285,19 @@ def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> byte
         message: to write.
         known: what the reader has: of an order, an earlier one; of a reply, the stamp in its order.
     """
-    form = _FORMS[type(message)]
-    terms = _write(message, _TERMS) if isinstance(message, Order) else b""
-    is_short = isinstance(known, Stamp) or (known is not None and _write(known, _TERMS) == terms)
-    defaults = _defaults(form, known if is_short else None)
+    terms = _write(message, message.terms)
+    is_short = isinstance(known, Stamp) or (
+        known is not None and _write(known, known.terms) == terms
+    )
+    defaults = _defaults(type(message), known if is_short else None)
     told = [
         name for name, default in defaults.items() if not _is_equal(_told(message, name), default)
     ]
     which = sum(1 << place for place, name in enumerate(defaults) if name in told)
-    body = bytes([form.short if is_short else form.full]) + write_varint(which)
+    body = bytes([message.marks[is_short]]) + write_varint(which)
     if not is_short:
         body += terms
-    body += _write(message, (*_HEAD, *told)) + getattr(message, form.payload)
+    body += _write(message, (*_HEAD, *told)) + getattr(message, message.payload)
     return seal(body, terms if is_short else b"")
 
 
@@ -319,10 +309,10 @@ def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
     """
     reader, is_short = _open(Order, data)
     if not is_short:
-        return _read(Order, reader, None)
+        return Order(**_read(Order, reader, None))
     for order in known:
-        if seal(data[:-CRC_BYTES], _write(order, _TERMS)) == data:
-            return _read(Order, reader, order)
+        if seal(data[:-CRC_BYTES], _write(order, Order.terms)) == data:
+            return Order(**_read(Order, reader, order))
     reader.varint()
     raise UnknownTermsError(reader.varint(), reader.varint())
 
@@ -335,13 +325,15 @@ def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
     reader, is_short = _open(Reply, data)
     if is_short and stamp is None:
         raise WireError("the reply leaves out the state that its order named, which is not here")
-    return _read(Reply, reader, stamp if is_short else None)
+    return Reply(**_read(Reply, reader, stamp if is_short else None))
 
 
-def _defaults(form: _Form, known: Order | Stamp | None) -> dict[str, Any]:
-    if not isinstance(known, Stamp):
-        return form.optional
-    return form.optional | known._asdict() | {"base_digest": known.digest}
+def _defaults(kind: type[Order | Reply], known: Order | Stamp | None) -> dict[str, Any]:
+    """Return what stands for fields that are left out."""
+    defaults = {name: getattr(kind, name) for name in kind.optional}
+    if isinstance(known, Stamp):
+        defaults |= known._asdict() | {"base_digest": known.digest}
+    return defaults
 
 
 def _told(message: Order | Reply, name: str) -> Any:
@@ -355,40 +347,36 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _write(message: Order | Reply, names: Iterable[str]) -> bytes:
-    codecs = _FORMS[type(message)].codecs
+    codecs = _FIELDS[type(message)]
     return b"".join(codecs[name][0](_told(message, name)) for name in names)
 
 
-def _open(kind: type[Any], data: bytes) -> tuple[Reader, bool]:
+def _open(kind: type[Order | Reply], data: bytes) -> tuple[Reader, bool]:
     """Return what reads a message behind its first byte, and whether it leaves something out.
 
     The checksum of an order that does is left to those who know what.
     """
-    form, name = _FORMS[kind], kind.__name__.lower()
+    name = kind.__name__.lower()
     if len(data) <= CRC_BYTES:
         raise WireError(f"{len(data)} bytes are too few for an {name} or a reply")
-    if data[0] not in (form.full, form.short):
+    if data[0] not in kind.marks:
         raise WireError(f"byte {data[0]:#04x} does not begin the {name} of this version of aqg")
-    is_short = data[0] == form.short
+    is_short = data[0] == kind.marks[1]
     if not (is_short and kind is Order) and seal(data[:-CRC_BYTES]) != data:
         raise WireError(f"the checksum of the {name} is wrong: it is damaged")
     return Reader(data[1:-CRC_BYTES], f"the {name}"), is_short
 
 
-def _read(kind: type[_Message], reader: Reader, known: Order | Stamp | None) -> _Message:
-    form = _FORMS[kind]
-    defaults = _defaults(form, known)
-    which = reader.varint()
-    if which >> len(defaults):
+def _read(kind: type[Order | Reply], reader: Reader, known: Order | Stamp | None) -> dict[str, Any]:
+    """Return the fields of a message."""
+    codecs, values, which = _FIELDS[kind], _defaults(kind, known), reader.varint()
+    if which >> len(kind.optional):
         raise WireError(f"the {kind.__name__.lower()} has fields that this version does not know")
-    values: dict[str, Any] = dict(defaults)
-    for name in _TERMS if form is _FORMS[Order] else ():
-        values[name] = getattr(known, name) if known else form.codecs[name][1](reader)
-    values |= {name: reader.varint() for name in _HEAD}
-    for place, name in enumerate(defaults):
-        if which >> place & 1:
-            values[name] = form.codecs[name][1](reader)
+    told = [name for place, name in enumerate(kind.optional) if which >> place & 1]
+    if isinstance(known, Order):
+        values |= {name: getattr(known, name) for name in kind.terms}
+    said = (*(() if known else kind.terms), *_HEAD, *told)
+    values |= {name: codecs[name][1](reader) for name in said}
     if kind is Reply:
         values["held_round"] = values["round"] - values["held_round"]
-    values[form.payload] = reader.rest().tobytes()
-    return kind(**values)
+    return {**values, kind.payload: reader.rest().tobytes()}

@@ -53,10 +53,6 @@ def max_frame_bytes(num_params: int) -> int:
     return 4 * num_params + _FRAME_MARGIN
 
 
-def first_lineage(epoch: int) -> bytes:
-    return hashlib.blake2b(b"zero %d" % epoch, digest_size=DIGEST_BYTES).digest()
-
-
 def content_digest(lineage: bytes, track: Track) -> bytes:
     """Return the digest of a link: of how it came to be, and of every bit it consists of."""
     digest = hashlib.blake2b(key=lineage, digest_size=STATE_DIGEST_BYTES)
@@ -64,6 +60,12 @@ def content_digest(lineage: bytes, track: Track) -> bytes:
     digest.update(np.ascontiguousarray(mirror, mirror.dtype.newbyteorder("<")).data)
     digest.update(np.ascontiguousarray(track.direction).data)
     return digest.digest()
+
+
+def first_stamp(epoch: int, track: Track) -> tuple[Stamp, bytes]:
+    """Return stamp and lineage of a link that begins with an epoch."""
+    lineage = hashlib.blake2b(b"zero %d" % epoch, digest_size=DIGEST_BYTES).digest()
+    return Stamp(epoch, 0, content_digest(lineage, track)), lineage
 
 
 def after_upload(stamp: Stamp, frame: bytes, track: Track) -> tuple[Stamp, bytes]:
@@ -82,8 +84,8 @@ class Snapshot(NamedTuple):
     @staticmethod
     def zero(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Snapshot:
         state = init_client(recipe, num_params, np.dtype(dtype))
-        lineage = first_lineage(epoch)
-        return Snapshot(state, lineage, Stamp(epoch, 0, content_digest(lineage, state.track)))
+        stamp, lineage = first_stamp(epoch, state.track)
+        return Snapshot(state, lineage, stamp)
 
     @property
     def is_intact(self) -> bool:
@@ -195,9 +197,7 @@ class Held(NamedTuple):
 
 def first_peer(recipe: Recipe, num_params: int, dtype: str, epoch: int = 0) -> Peer:
     track = init_mirrors(recipe.memory, num_params, np.dtype(dtype))
-    lineage = first_lineage(epoch)
-    stamp = Stamp(epoch, 0, content_digest(lineage, track))
-    return Peer(track, held=Held(stamp, lineage))
+    return Peer(track, held=Held(*first_stamp(epoch, track)))
 
 
 def take_reply(

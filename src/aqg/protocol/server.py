@@ -4,6 +4,7 @@ A reply is checked as a whole before anything changes. One that is damaged, late
 another mirror is refused with a reason, and costs that client's part of the round alone.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,16 +27,17 @@ from aqg.protocol.book import (
     book_from_arrays,
     book_to_arrays,
     check_book,
-    save_start,
 )
 from aqg.protocol.messages import NO_TERMS, reply_from_bytes, to_bytes
 from aqg.protocol.mirrors import fingerprint, max_frame_bytes
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.start import require_way, settle
 
-CHECKPOINT = "session.npz"
+CHECKPOINT, _START = "session.npz", "start.npz"
 _HEAD_BYTES = 4096
 """More than a reply needs around its frame."""
+
+_logger = logging.getLogger("aqg.protocol")
 
 
 class Receipt(NamedTuple):
@@ -88,10 +90,6 @@ class ServerSession:
             ``"none"`` of it: each order then begins with the starting model.
         path: a directory to which every step is written, and from which a session goes on that
             finds one there; None to remember in this process alone.
-
-    >>> server = ServerSession(np.zeros(3), num_clients=2)
-    >>> server.take(0, b"nonsense").problem
-    'byte 0x6e does not begin the reply of this version of aqg'
     """
 
     def __init__(
@@ -253,8 +251,10 @@ class ServerSession:
     def _save(self) -> None:
         if self._path is None:
             return
-        if self._shares_start and self._book.publisher is not None:
-            save_start(self._path, self._book.publisher)
+        publisher, file = self._book.publisher, self._path / _START
+        start = publisher.start if self._shares_start and publisher is not None else None
+        if start is not None and (self.round == 1 or not file.exists()):
+            write_arrays(file, {"parameters": start})
         arrays: dict[str, Any] = {
             "run": np.array(self._run),
             "fingerprint": as_array(self._fingerprint),
@@ -274,7 +274,7 @@ class ServerSession:
         if not file.exists():
             return None
         arrays = read_arrays(file)
-        directory = self._path if self._shares_start else None
+        start = _load_start(self._path / _START) if self._shares_start else None
         try:
             terms = str(arrays["downlink"]), str(arrays["optimizer"]), "step/start" in arrays
             is_fixed = isinstance(self._step.rule, Fixed)
@@ -284,7 +284,7 @@ class ServerSession:
                     f"{str(file)!r} holds a session with another model, recipe, seed, downlink, "
                     "optimizer or step; name another directory"
                 )
-            book = book_from_arrays(arrays, self.recipe, self._step, directory)
+            book = book_from_arrays(arrays, self.recipe, self._step, start)
             self._first_message = arrays["first_message"].tobytes()
             if book.publisher is not None:
                 book.publisher.first_message = self._first_message
@@ -293,6 +293,14 @@ class ServerSession:
             raise RunError(f"{str(file)!r} has no {error}; it is not a session's") from None
         check_book(book, file)
         return book
+
+
+def _load_start(file: Path) -> FloatArray | None:
+    try:
+        return read_arrays(file)["parameters"]
+    except (RunError, KeyError) as error:
+        _logger.warning("snapshots will be longer, the starting model is not there: %s", error)
+        return None
 
 
 def _resolve(spec: str, recipe: Recipe) -> Downlink:

@@ -80,19 +80,9 @@ def sync_directory(path: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Vector]) -> None:
-    """Save named arrays, whole or not at all, without a copy of them in memory.
-
-    `numpy.savez` makes the same file by way of pieces of 16 MB.
-    """
-    with _replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            array = np.asarray(array, order="C")
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                head = np.lib.format.header_data_from_array_1_0(array)
-                np.lib.format.write_array_header_1_0(member, head)
-                data = array.reshape(-1).view(np.uint8).data
-                for start in range(0, len(data), _PIECE_BYTES):
-                    member.write(data[start : start + _PIECE_BYTES])
+    """Save named arrays, whole or not at all."""
+    with _replacing(path) as file:
+        np.savez(file, **dict[str, Any](arrays))
 
 
 def read_arrays(path: Path) -> dict[str, Vector]:
@@ -105,8 +95,6 @@ def read_arrays(path: Path) -> dict[str, Vector]:
 
 _logger = logging.getLogger("aqg.protocol")
 
-_PIECE_BYTES = 1 << 20
-"""What of an array is written at a time."""
 _INLINE_BYTES = 4096
 """Arrays up to this size are written into the index itself."""
 
@@ -223,7 +211,9 @@ class ClientStore(KeyedStore):
         empty = dict.fromkeys(("current", "before", "public", "reply"))
         self._index: dict[str, Any] = {"key": key, "answered": [0, 0], **empty}
         with self._readable("saved state"):
-            self._index |= self._read_index()
+            if found := self._read_index():
+                incarnation, round_number = found["answered"]
+                self._index |= {**found, "answered": [int(incarnation), int(round_number)]}
         self._arrays.reserve(self._index)
 
     @property
@@ -276,13 +266,6 @@ class ClientStore(KeyedStore):
             cell = self._arrays.write(np.frombuffer(reply, np.uint8))
             self._index = {**self._index, "reply": cell}
         self._arrays.commit(self._index)
-
-    def _read_index(self) -> dict[str, Any]:
-        index = super()._read_index()
-        if index:
-            incarnation, round_number = index["answered"]
-            index["answered"] = [int(incarnation), int(round_number)]
-        return index
 
     def _read(self, row: dict[str, Any]) -> Snapshot:
         arrays = {name: self._arrays.read(cell) for name, cell in row["arrays"].items()}

@@ -9,7 +9,7 @@ from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import Space
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, IntArray
-from aqg.wire import Known, encoded_size
+from aqg.wire import Known, encode
 
 DROPPED = -1
 """In ``widths``: the client dropped out, or was not sampled."""
@@ -75,7 +75,7 @@ class RoundRecord(NamedTuple):
         return sum(width for width in self.widths if width > 0)
 
 
-SKIP_BYTES = encoded_size(Skip())
+SKIP_BYTES = len(encode(Skip()))
 
 
 class StatisticsTraffic(NamedTuple):
@@ -96,6 +96,6 @@ def frame_sizes(
         contexts = [Known(*pair) for pair in zip(mirrors, directions, strict=True)]
 
     def size(index: int) -> int:
-        return encoded_size(uploads[index], known=contexts[index])
+        return len(encode(uploads[index], known=contexts[index], threads=1))
 
     return space.map(size, range(len(uploads)), sum(map(len, uploads)))

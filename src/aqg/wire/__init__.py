@@ -1,5 +1,5 @@
 """Messages as bytes: bit packing, entropy coding and the versioned frame."""
 
-from aqg.wire.frame import Known, decode, encode, encoded_size, known, warm_up
+from aqg.wire.frame import Known, decode, encode, known, warm_up
 
-__all__ = ["Known", "decode", "encode", "encoded_size", "known", "warm_up"]
+__all__ = ["Known", "decode", "encode", "known", "warm_up"]

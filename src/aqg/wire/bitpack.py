@@ -19,11 +19,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def packed_size(length: int, width: int) -> int:
-    """Return the number of bytes ``length`` levels of ``width`` bits take.
-
-    >>> packed_size(3, 4), packed_size(7850, 3)
-    (2, 2944)
-    """
+    """Return the number of bytes ``length`` levels of ``width`` bits take."""
     return (length * width + 7) // 8
 
 
@@ -38,11 +34,7 @@ def read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:
 
 
 def pack(levels: Levels, width: int) -> NDArray[np.uint8]:
-    """Pack ``levels``, each below ``2^width``, into ``packed_size(len(levels), width)`` bytes.
-
-    >>> pack(np.array([1, 2, 3], np.uint8), 4)
-    array([33,  3], dtype=uint8)
-    """
+    """Pack ``levels``, each below ``2^width``, into ``packed_size(len(levels), width)`` bytes."""
     _check_width(width)
     if len(levels) and int(levels.max()) >> width:
         raise MessageError(f"level {int(levels.max())} does not fit into {width} bits")
@@ -54,11 +46,7 @@ def pack(levels: Levels, width: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], width: int, length: int) -> Levels:
-    """Return the ``length`` levels that `pack` packed; refuse any other bytes.
-
-    >>> unpack(np.array([33, 3], np.uint8), 4, 3)
-    array([1, 2, 3], dtype=uint8)
-    """
+    """Return the ``length`` levels that `pack` packed; refuse any other bytes."""
     _check_width(width)
     if len(packed) != packed_size(length, width):
         raise WireError(

@@ -246,21 +246,16 @@ def _best_pair(r: Any, is_candidate: Any, top: Any) -> Any:
 def _mark_candidates(r: Any, is_candidate: Any, top: Any) -> None:
     """Mark the lags with the largest correlation, and the distances between them.
 
-    ``top`` has the best lags so far, best first; its zeros are places that are free.
+    ``top``, of zeros, is filled with these lags; zeros stay where there are too few.
     """
-    for lag in range(1, len(is_candidate)):  # of equal ones the first wins
-        place = NUM_CANDIDATES
-        while place > 0 and (top[place - 1] == 0 or r[lag] > r[top[place - 1]]):
-            if place < NUM_CANDIDATES:
-                top[place] = top[place - 1]
-            place -= 1
-        if place < NUM_CANDIDATES:
-            top[place] = lag
+    for place in range(NUM_CANDIDATES):
+        for lag in range(1, len(is_candidate)):  # of equal ones the first wins
+            if not is_candidate[lag] and (top[place] == 0 or r[lag] > r[top[place]]):
+                top[place] = lag
+        is_candidate[top[place]] = True
     for i in range(NUM_CANDIDATES):
-        for k in range(i + 1):
-            if top[i] > 0 and top[k] > 0:
-                is_candidate[top[i]] = True
-                is_candidate[abs(top[i] - top[k])] = True
+        for k in range(i):
+            is_candidate[abs(top[i] - top[k])] = True
     is_candidate[0] = False
 
 

@@ -1,4 +1,4 @@
-"""One message, one frame: ``encode``, ``decode`` and ``encoded_size``.
+"""One message, one frame: ``encode`` and ``decode``.
 
 ``docs/reference/frame-format.md`` describes each byte.
 """
@@ -72,15 +72,6 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     return body + struct.pack("<I", checksum)
 
 
-def encoded_size(message: Message, *, known: Known | None = None) -> int:
-    """Return ``len(encode(message, known=known))``.
-
-    >>> encoded_size(DenseUpload(np.ones(3, np.float32)))
-    18
-    """
-    return len(encode(message, known=known, threads=1))
-
-
 def decode(
     data: bytes | bytearray | memoryview,
     expected_length: int,
@@ -95,9 +86,6 @@ def decode(
 
     >>> decode(bytes.fromhex("2111003f0324bddcab18"), 3).values(np.float32)
     array([-0.5,  0. ,  0.5], dtype=float32)
-    >>> decode(bytes.fromhex("2111003f0324bddcab18"), 4)
-    Traceback (most recent call last):
-    aqg.errors.WireError: the frame holds 3 values where 4 are expected
     """
     if not is_whole(expected_length):
         raise WireError(f"expected_length is {expected_length!r}; it must be a whole number")

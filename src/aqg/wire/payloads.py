@@ -204,11 +204,7 @@ def few_places(upload: messages.Upload) -> IntArray | None:
 
 
 def rice_parameter(length: int, count: int) -> int:
-    """Return ``p``: half of random gaps are below ``2^p``, about.
-
-    >>> rice_parameter(159010, 16), rice_parameter(7850, 16), rice_parameter(10, 10)
-    (12, 8, 0)
-    """
+    """Return ``p``: half of random gaps are below ``2^p``, about."""
     half = 7 * length // (10 * max(1, count))  # the median of a geometric law: ln 2 times its mean
     return max(0, half.bit_length() - 1)
 

@@ -24,8 +24,18 @@ from aqg.errors import WireError
 from aqg.jit import njit
 from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import MANY_LANES, STATE_BYTES, decode_symbols, encode_symbols
-from aqg.wire.tables import MIN_SCALE_BITS, Table, choose_table, least_bits, read_table, write_table
+from aqg.wire.rans import (
+    MANY_LANES,
+    MIN_SCALE_BITS,
+    STATE_BYTES,
+    Table,
+    choose_table,
+    decode_symbols,
+    encode_symbols,
+    least_bits,
+    read_table,
+    write_table,
+)
 from aqg.wire.varint import Reader, write_part
 
 Unsigned = TypeVar("Unsigned", np.uint16, np.uint32, np.uint64)
@@ -134,19 +144,15 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     if packed_bits < 8 * SHORTEST_CODED_BYTES and np.count_nonzero(symbols != symbols[:1]):
         return None
     symbols = read_only(symbols)
-    groups = None
-    if len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1:
-        groups = read_only(_group(symbols, alphabet))
-        group_counts = _count(groups, alphabet.num_groups)
-        counts = _ungroup_counts(group_counts, alphabet, len(symbols))
-    else:
-        counts = _count(symbols, alphabet.size)
-        if least_bits(counts) > packed_bits:
-            return None
+    counts = _count(symbols, alphabet.size)
+    is_long = len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1
+    if not is_long and least_bits(counts) > packed_bits:
+        return None
     table, bits = choose_table(counts)
     method = Method.LANES if bits >= 8 * MANY_LANES_BYTES else Method.ONE_LANE
-    if groups is not None and not table.is_constant:
-        group_table, group_bits = choose_table(group_counts)
+    if is_long and not table.is_constant:
+        groups = read_only(_group(symbols, alphabet))
+        group_table, group_bits = choose_table(_count(groups, alphabet.num_groups))
         if group_bits <= bits * GROUPED_COST:
             return (Method.GROUPED, groups, group_table) if group_bits < packed_bits else None
     return (method, symbols, table) if bits < packed_bits else None
@@ -170,18 +176,6 @@ def _ungroup(groups: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.
     symbols[1::2] = groups[: len(symbols) // 2] >> alphabet.width
     if len(symbols) % 2 and int(groups[-1]) >> alphabet.width:
         raise WireError(f"the last group is {int(groups[-1])}; its unused bits must be zero")
-
-
-def _ungroup_counts(
-    group_counts: NDArray[np.int64], alphabet: Alphabet, length: int
-) -> NDArray[np.int64]:
-    """Return how often each symbol occurs in groups that occur so often."""
-    counts = np.zeros(1 << alphabet.width, np.int64)
-    groups = np.arange(len(group_counts))
-    for place in range(alphabet.group_length):
-        np.add.at(counts, groups >> place * alphabet.width & (len(counts) - 1), group_counts)
-    counts[0] -= -length % alphabet.group_length
-    return counts[: alphabet.size]
 
 
 def _count(symbols: NDArray[np.uint8], num_symbols: int) -> NDArray[np.int64]:

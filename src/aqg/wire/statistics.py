@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.types import BoolArray, Float64Array, FloatArray, IntArray
+from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import WireError
 from aqg.wire.varint import Reader, seal, write_zigzag
 
@@ -70,8 +70,7 @@ def encode_statistics(
         if sections[index].is_integer:
             parts += [write_zigzag(number) for number in message.counts[place].tolist()]
             continue
-        values = message.values[place]
-        _require_finite(values)
+        values = _finite(message.values[place])
         if short[index]:
             parts.append(_to_short(values, precision))
         else:
@@ -132,9 +131,10 @@ def _read_flags(reader: Reader, number: int) -> BoolArray:
     return bits[:number]
 
 
-def _require_finite(values: FloatArray) -> None:
+def _finite(values: Float64Array) -> Float64Array:
     if not np.isfinite(values).all():
         raise WireError("statistics hold NaN or infinity")
+    return values
 
 
 def _exponent(values: Float64Array) -> int:
@@ -173,10 +173,8 @@ def _read_short(reader: Reader, size: int, precision: str) -> Float64Array:
 
 
 def _scaled(values: Float64Array, exponent: int) -> Float64Array:
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at in the line after
-        values = np.ldexp(values, exponent)
-    _require_finite(values)
-    return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _finite(np.ldexp(values, exponent))
 
 
 def _read_exponent(reader: Reader) -> int:

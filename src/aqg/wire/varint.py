@@ -14,11 +14,7 @@ MAX_BYTES = 9
 
 
 def write_varint(value: int) -> bytes:
-    """Encode ``value``, seven bits to a byte, lowest first; the high bit says that more follow.
-
-    >>> write_varint(127).hex(), write_varint(7850).hex()
-    ('7f', 'aa3d')
-    """
+    """Encode ``value``, seven bits to a byte, lowest first; the high bit says that more follow."""
     if not 0 <= value < 1 << (7 * MAX_BYTES):
         raise WireError(f"{value} is outside 0..2^{7 * MAX_BYTES} - 1, the range of a varint")
     encoded = bytearray()

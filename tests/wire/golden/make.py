@@ -3,6 +3,7 @@
 A golden frame is never rewritten: decoders of this version must read it for ever.
 """
 
+import functools
 import json
 import zlib
 from pathlib import Path
@@ -31,11 +32,26 @@ from tests.wire.samples import laplace_upload
 HERE = Path(__file__).parent
 
 
+def golden_known(length):
+    """Return what both ends know in the hinted golden frame: numbers that are exact anywhere."""
+    reference = (np.arange(length) % 17 - 8) * np.float32(0.25)
+    return Known(reference.astype(np.float32), (np.arange(length) % 7 - 3).astype(np.int8))
+
+
+def keep(vector, indices):
+    """Return a sparse message of these coordinates."""
+    return SparseUpload(indices, *to_halves(vector[indices]), len(vector))
+
+
+@functools.cache
 def golden_messages():
-    """Return one message for each mode, method and number of planes."""
+    """Return messages of each mode, method, number of planes and way to code places."""
     random = np.random.default_rng(2024)
     smooth = np.repeat(laplace_upload(Grid.MIDTREAD, 4, 100, 2.0, seed=1).levels, 10)
     normal = random.normal(size=400).astype(np.float32)
+    random = np.random.default_rng(2025)
+    vector = random.standard_t(3, 3000) * 1e-3
+    clustered = np.flatnonzero(np.repeat(random.random(300) < 0.05, 10))
     return {
         "skip": Skip(),
         "empty": Upload(np.zeros(0, np.uint8), 0.0, 3, Grid.MIDRISE),
@@ -50,26 +66,6 @@ def golden_messages():
         "coded-grouped": laplace_upload(Grid.MIDTREAD, 3, 1 << 21, 0.02, seed=7),
         "dense": DenseUpload(normal[:9]),
         "dense-coded": DenseUpload(normal),
-    }
-
-
-def golden_known(length):
-    """Return what both ends know in the hinted golden frame: numbers that are exact anywhere."""
-    reference = (np.arange(length) % 17 - 8) * np.float32(0.25)
-    return Known(reference.astype(np.float32), (np.arange(length) % 7 - 3).astype(np.int8))
-
-
-def keep(vector, indices):
-    """Return a sparse message of these coordinates."""
-    return SparseUpload(indices, *to_halves(vector[indices]), len(vector))
-
-
-def golden_field_messages():
-    """Return messages of every mode, and both ways to code places."""
-    random = np.random.default_rng(2025)
-    vector = random.standard_t(3, 3000) * 1e-3
-    clustered = np.flatnonzero(np.repeat(random.random(300) < 0.05, 10))
-    return {
         "half": HalfUpload(*to_halves(vector)),
         "sparse-clustered": keep(vector, clustered),
         "sparse-scattered": keep(vector, np.sort(random.choice(3000, 900, replace=False))),
@@ -95,23 +91,18 @@ def content_crc32(message):
 
 def main():
     """Write those frames that are not there yet, and the list of all."""
-    for list_name, messages in (
-        ("frames.json", golden_messages()),
-        ("field_frames.json", golden_field_messages()),
-    ):
-        cases = []
-        for name, message in messages.items():
-            path = HERE / f"{name}.bin"
-            frame = encode(message, known=golden_known(1000) if name == "hinted-4-bit" else None)
-            if not path.exists():
-                path.write_bytes(frame)
-            length = 0 if isinstance(message, Skip) else len(message)
-            case = {"name": name, "mode": Mode(frame[0] & 0x1F).name, "length": length}
-            if isinstance(message, Upload):
-                case |= {"width": message.width, "grid": str(message.grid), "step": message.step}
-            cases.append(case | {"content_crc32": content_crc32(message)})
-            print(f"{name:16} {case['mode']:12} {len(frame):6} bytes")
-        (HERE / list_name).write_text(json.dumps(cases, indent=1) + "\n")
+    cases = []
+    for name, message in golden_messages().items():
+        path = HERE / f"{name}.bin"
+        frame = encode(message, known=golden_known(1000) if name == "hinted-4-bit" else None)
+        if not path.exists():
+            path.write_bytes(frame)
+        length = 0 if isinstance(message, Skip) else len(message)
+        case = {"name": name, "mode": Mode(frame[0] & 0x1F).name, "length": length}
+        if isinstance(message, Upload):
+            case |= {"width": message.width, "grid": str(message.grid), "step": message.step}
+        cases.append(case | {"content_crc32": content_crc32(message)})
+    (HERE / "frames.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 
 if __name__ == "__main__":
