@@ -26,7 +26,7 @@ from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.objectives.base import Scaling
-from aqg.runs.config import NUM_SAMPLES, RunConfig, check_files, make_own_problem
+from aqg.runs.config import DATASET_FACTS, RunConfig, check_files, make_own_problem
 from aqg.runs.cost import running_totals
 from aqg.runs.directory import Line, finite_or_none
 from aqg.sim.engine import FastSimulation
@@ -252,7 +252,8 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
-    num_samples = config.samples or NUM_SAMPLES.get(config.dataset)
+    facts = DATASET_FACTS.get(config.dataset)
+    num_samples = config.samples or (facts.num_samples if facts else None)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
     for name in ("validation", "problem", "samples", "weighting"):
