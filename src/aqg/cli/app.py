@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,11 +94,10 @@ app.command("run")(takes(*_SETTINGS)(run_command))
 @app.command()
 def recipes() -> None:
     """List the recipes, a line each."""
-    rows = []
-    for entry in RECIPES.values():
-        options = "".join(f" [{name}={value:g}]" for name, value in entry.options.items())
-        rows.append((entry.name, entry.summary + options))
-    _print_lines(rows)
+    _print_lines(
+        (entry.name, entry.summary + "".join(f" [{k}={v:g}]" for k, v in entry.options.items()))
+        for entry in RECIPES.values()
+    )
 
 
 @app.command()
@@ -109,15 +109,12 @@ def datasets() -> None:
 def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
-    console = Console()
     for name, summary in rows:
-        console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
+        Console().print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
 
 
 app.command()(takes("dataset", "model", "problem", "init")(studies.sweep))
 app.add_typer(flower_app)
-
-
 app.command()(takes("problem", "dataset", "model")(studies.compare))
 
 
@@ -166,12 +163,9 @@ def theory(options: TheoryOptions) -> None:
     from aqg.contrib.advice import advise, sentences, survey
 
     directory, data_dir = options.directory, options.data_dir
-    settings = options.settings(directory)
-    console = Console(stderr=options.as_json)
-    if directory is not None:
-        configs = read_configs(directory, settings, data_dir)
-    else:
-        configs = resolve(settings, data_dir)
+    settings, console = options.settings(directory), Console(stderr=options.as_json)
+    read = resolve if directory is None else partial(read_configs, directory)
+    configs = read(settings, data_dir)
     with console.status(f"Loading {configs[0].data_name} ..."):
         problem = build_problem(configs[0], data_dir)
     with console.status("Measuring the curvature of the loss ..."):
@@ -180,8 +174,7 @@ def theory(options: TheoryOptions) -> None:
     for one in configs:
         trace, end = None, None
         if directory is not None and problem.objective.convex:
-            num_rounds = min(one.rounds, options.rounds or one.rounds)
-            trace, end = _follow(console, one, problem, num_rounds)
+            trace, end = _follow(console, one, problem, options.rounds or one.rounds)
         advice = advise(one, problem.num_clients, landscape, trace, end)
         found.append(advice.row)
         if not options.as_json:
@@ -193,14 +186,14 @@ def theory(options: TheoryOptions) -> None:
 
 
 def _follow(
-    console: Console, config: RunConfig, problem: Problem, num_rounds: int
+    console: Console, config: RunConfig, problem: Problem, most_rounds: int
 ) -> tuple[LyapunovTrace, Curvature | None]:
     """Repeat the run, whose directory holds losses but no models; return V, and where it ended."""
     from aqg.contrib.theory import local_curvature, watch_run
 
     minimum = find_minimum(config, problem)
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
-    simulation = make_simulation(config, problem)
+    simulation, num_rounds = make_simulation(config, problem), min(config.rounds, most_rounds)
     with Progress(console=console, transient=True) as bars:
         task = bars.add_task(f"Repeating {config.recipe}", total=num_rounds)
         given = problem.num_clients, minimum or 0.0, widest_weights(recipe), config.alpha
@@ -275,10 +268,8 @@ def _byte_table(nodes: list[dict[str, int]]) -> Table:
     counts = [[node[name] for name in names] for node in nodes]
     counts.append([sum(column) for column in zip(*counts, strict=True)])
     rows = []
-    labels = [*(str(node["node"]) for node in nodes), "all"]
-    for label, (uploads, *sizes) in zip(labels, counts, strict=True):
-        *_, total, plain = sizes
-        ratio = f"{plain / total:.3g}×" if total else "-"
-        rows.append((label, str(uploads), *map(format_bytes, sizes), ratio))
+    for label, (uploads, *sizes) in zip([*(n["node"] for n in nodes), "all"], counts, strict=True):
+        ratio = f"{sizes[-1] / sizes[-2]:.3g}×" if sizes[-2] else "-"
+        rows.append((str(label), str(uploads), *map(format_bytes, sizes), ratio))
     header = ("node", "uploads", "up", "down", "total", "as float32", "smaller")
     return Table("nodes", "Nodes", "", header, tuple(rows), num_labels=1)
