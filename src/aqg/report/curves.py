@@ -94,11 +94,6 @@ def combine(curves: Sequence[Points]) -> Band | None:
     Between its points a run's curve is straight. A run that has ended keeps its last value; one
     that has not counts only as far as it came. Where all have ended, the group's curve ends at the
     median of what they cost. None where there is no point at all.
-
-    >>> band = combine([Points(np.array([0.0, 2]), np.array([4.0, 1])),
-    ...                 Points(np.array([0.0, 2]), np.array([6.0, 3]))])
-    >>> band.x, band.median, band.low
-    (array([0., 2.]), array([5., 2.]), array([4., 1.]))
     """
     curves = [_without_repeats(curve) for curve in curves if len(curve.x)]
     if not curves:
@@ -138,14 +133,7 @@ def thin(band: Band, limit: int) -> Band:
 
 
 def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
-    """Return which points of a curve to keep; see `thin`.
-
-    >>> x = np.arange(1000.0)
-    >>> y = np.where(x == 321, -5.0, 0.0)
-    >>> kept = thin_indices(x, y, 100)
-    >>> len(kept) <= 102, 0 in kept, 999 in kept, 321 in kept
-    (True, True, True, True)
-    """
+    """Return which points of a curve to keep; see `thin`."""
     if len(x) <= limit:
         return np.arange(len(x))
     num_bins = max(1, limit // 4)
@@ -190,11 +178,7 @@ class Activity(NamedTuple):
 
 
 def bin_edges(length: int, max_bins: int) -> Counts:
-    """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size.
-
-    >>> bin_edges(3, 10), bin_edges(10, 4)
-    (array([0, 1, 2, 3]), array([ 0,  2,  5,  7, 10]))
-    """
+    """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size."""
     num_bins = min(length, max_bins)
     if num_bins == 0:
         return np.zeros(1, np.int64)
@@ -277,11 +261,7 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def spread_of_known(values: Iterable[float | None]) -> list[float] | None:
-    """Return median, smallest and largest; None unless all are known.
-
-    >>> spread_of_known([1.0, 4.0, 2.0]), spread_of_known([1.0, None])
-    ([2.0, 1.0, 4.0], None)
-    """
+    """Return median, smallest and largest; None unless all are known."""
     values = list(values)
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None

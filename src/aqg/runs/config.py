@@ -102,11 +102,7 @@ class RunConfig(RunSettings):
 
     @property
     def title(self) -> str:
-        """What is learned by whom, in a few words.
-
-        >>> resolve({})[0].title
-        'softmax on digits, 10 clients, label split'
-        """
+        """What is learned by whom, in a few words."""
         learned = self.problem or self.model
         code = Code.parse(learned)
         learned = learned if code is None else code.short
@@ -193,6 +189,11 @@ ADAM_STEP_SIZE = 0.01
 """Adam's steps have this length per coordinate, whatever the data and the number of clients."""
 _OF_EXACT_GRADIENTS = {"batch_size": None, "local_steps": 1, "local_epochs": None}
 """With these, clients send gradients on all their samples; a dataset's step is for them."""
+
+
+@functools.lru_cache(maxsize=8)
+def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
+    return peek(Path(dataset))
 
 
 def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,11 +438,6 @@ _NOT_DEFAULTS = frozenset(
 )
 
 
-@functools.lru_cache(maxsize=8)
-def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
-    return peek(Path(dataset))
-
-
 def problem_settings(spec: str) -> dict[str, Any]:
     code = Code.required("problem", spec)
     settings = getattr(load_file(code.path), "SETTINGS", {})
@@ -459,8 +455,7 @@ def problem_settings(spec: str) -> dict[str, Any]:
 def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:
     """Call the function and check what it made; the last problem is kept."""
     code = Code.required("problem", spec)
-    digest = file_digest(code.path)
-    return _make(code, digest, seed, dtype, data_directory(data_dir))
+    return _make(code, file_digest(code.path), seed, dtype, data_directory(data_dir))
 
 
 @functools.lru_cache(maxsize=1)

@@ -145,24 +145,19 @@ def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
             create_directory(out)
         yield out
         return
-    directory = _claim(Path("runs") / f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    stem = f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    with files.explained(f"output directory {str(Path('runs') / stem)!r} cannot be made"):
+        for number in itertools.count(1):
+            directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+            with suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
     try:
         yield directory
     finally:
         with suppress(OSError):  # not empty
             directory.rmdir()
             directory.parent.rmdir()
-
-
-def _claim(path: Path) -> Path:
-    """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
-    with files.explained(f"output directory {str(path)!r} cannot be made"):
-        for number in itertools.count(1):
-            candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
-            with suppress(FileExistsError):
-                candidate.mkdir(parents=True)
-                break
-    return candidate
 
 
 _START_AGAIN = f"delete {CHECKPOINT} to start this run again"

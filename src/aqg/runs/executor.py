@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, RunError
 from aqg.spec import in_words
@@ -54,25 +54,21 @@ simply ended.
 """
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     index: int
 
 
-@dataclass(frozen=True)
-class Reported:
+class Reported(NamedTuple):
     index: int
     value: Any
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     index: int
     value: Any
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """A task raised ``error``, or its worker died."""
 
     index: int
@@ -80,13 +76,11 @@ class Failed:
     died: bool = False
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(NamedTuple):
     index: int
 
 
-@dataclass(frozen=True)
-class Stopping:
+class Stopping(NamedTuple):
     """Ctrl-C came: no further task is started, and those under way are asked to stop."""
 
 

@@ -128,9 +128,7 @@ def unfinished(jobs: Iterable[Job], directory: Path) -> list[Job]:
 
 
 Key = tuple[tuple[str, Any], ...]
-
 Minima = Mapping[Key, float | None]
-
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = {

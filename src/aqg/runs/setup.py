@@ -78,20 +78,32 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
         )
     random = np.random.default_rng([_CHOSEN, num_samples])
     chosen = np.sort(random.permutation(len(dataset))[:num_samples])
-    sources = None if dataset.sources is None else dataset.sources[chosen]
-    features, labels = dataset.features[chosen], dataset.labels[chosen]
-    return replace(dataset, features=features, labels=labels, sources=sources)
+    columns = {
+        name: getattr(dataset, name) for name in ("features", "labels", "sources", "clients")
+    }
+    return replace(dataset, **{k: v[chosen] for k, v in columns.items() if v is not None})
 
 
 def make_problem(
     config: RunConfig, dataset: Dataset, parts: Sequence[NDArray[np.int64]]
 ) -> Problem:
+    def prepared(features: NDArray[Any], labels: NDArray[Any]) -> Samples:
+        """Give samples the run's precision; token ids stay as they are.
+
+        Models in closed form take rows of numbers, and modules samples in their own shape.
+        """
+        if not is_module(config.model):
+            features = features.reshape(len(features), -1).astype(config.dtype, copy=False)
+        given = (features, labels)
+        kinds = (config.dtype if array.dtype.kind == "f" else array.dtype for array in given)
+        return Samples(*(a.astype(kind, copy=False) for a, kind in zip(given, kinds, strict=True)))
+
     objective = _make_objective(config, dataset)
-    features, labels = _prepare(config, dataset.features, dataset.labels)
+    features, labels = prepared(dataset.features, dataset.labels)
     clients = tuple(Samples(features[part], labels[part]) for part in parts)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
-        test = _prepare(config, dataset.test_features, dataset.test_labels)
+        test = prepared(dataset.test_features, dataset.test_labels)
     start = objective.init_params(config.seed).astype(np.dtype(config.dtype))
     return Problem(objective, clients, start, test)
 
@@ -116,18 +128,6 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     return make_objective(
         config.model, dataset.num_features, dataset.num_classes, config.l2, scaling
     )
-
-
-def _prepare(config: RunConfig, features: NDArray[Any], labels: NDArray[Any]) -> Samples:
-    """Give samples the run's precision; modules see them in their own shape, and token ids as such.
-
-    Models in closed form take rows of numbers.
-    """
-    kind = config.dtype
-    if not is_module(config.model):
-        features = features.reshape(len(features), -1).astype(kind, copy=False)
-    given = (features, labels)
-    return Samples(*(a.astype(kind, copy=False) if a.dtype.kind == "f" else a for a in given))
 
 
 def _started(config: RunConfig, problem: Problem) -> Problem:

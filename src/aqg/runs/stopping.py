@@ -91,9 +91,6 @@ class Target:
 
         Measured in the logarithm of the loss, the residual or the error rate: training is fast
         first and slow later, so a run that is behind at half time does not arrive.
-
-        >>> Target("residual", 1e-4).progress(start=1.0, value=1e-2)
-        0.5
         """
         goal = self.value
         if self.kind == "accuracy":
