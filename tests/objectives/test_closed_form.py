@@ -77,29 +77,23 @@ def test_matches_automatic_differentiation(model, num_classes, l2, scaling, clie
 
     expected_losses = definition(tensors[0]).numpy()
     expected = torch.autograd.functional.jacobian(definition, tensors[0]).numpy()
-    for kinds, kind in ((arrays, np.ndarray), (tensors, torch.Tensor)):
-        losses, gradients = objective.losses_and_gradients(*kinds)
-        assert isinstance(gradients, kind)
+    devices = [lambda array: array, torch.from_numpy]
+    devices += [lambda array: torch.from_numpy(array).cuda()] if torch.cuda.is_available() else []
+    for put in devices:
+        params, *samples = map(put, arrays)
+        losses, gradients = objective.losses_and_gradients(params, *samples)
+        assert type(gradients) is type(params)
+        assert gradients.device == params.device
         assert gradients.shape == (*client_axes, objective.num_params)
-        np.testing.assert_allclose(np.asarray(losses), expected_losses, rtol=1e-13)
-        np.testing.assert_allclose(np.asarray(gradients), expected, rtol=1e-11, atol=1e-13)
-        np.testing.assert_array_equal(np.asarray(objective.losses(*kinds)), np.asarray(losses))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("model", "num_classes", "l2", "scaling"), CASES)
-def test_cuda_agrees_with_numpy(model, num_classes, l2, scaling):
-    objective = make_objective(model, NUM_FEATURES, num_classes, l2, scaling)
-    arrays = draw(objective, (3,), num_classes)
-    tensors = [torch.from_numpy(array).cuda() for array in arrays]
-    losses, gradients = objective.losses_and_gradients(*tensors)
-    assert gradients.is_cuda
-    expected_losses, expected = objective.losses_and_gradients(*arrays)
-    np.testing.assert_allclose(losses.cpu().numpy(), expected_losses, rtol=1e-12)
-    np.testing.assert_allclose(gradients.cpu().numpy(), expected, rtol=1e-10, atol=1e-13)
-    np.testing.assert_array_equal(
-        objective.predict(*tensors[:2]).cpu().numpy(), objective.predict(*arrays[:2])
-    )
+        again, predicted = objective.losses(params, *samples), objective.predict(params, samples[0])
+        if put is devices[-1] and len(devices) > 2:
+            losses, gradients, again, predicted = (
+                found.cpu() for found in (losses, gradients, again, predicted)
+            )
+        np.testing.assert_allclose(np.asarray(losses), expected_losses, rtol=1e-12)
+        np.testing.assert_allclose(np.asarray(gradients), expected, rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(np.asarray(again), np.asarray(losses), rtol=1e-15)
+        np.testing.assert_array_equal(np.asarray(predicted), objective.predict(*arrays[:2]))
 
 
 def assert_stacking_changes_nothing(model, num_clients, num_samples, num_features, dtype):

@@ -299,45 +299,43 @@ def test_starts_from_the_modules_own_parameters_or_from_drawn_ones():
     assert 0.8 / np.sqrt(16) < np.abs(last_layer).max() <= 1 / np.sqrt(16)
 
 
-def test_read_only_and_strided_arrays():
+def test_arrays_of_any_kind_in_threads():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
-    expected = objective.losses_and_gradients(params, features, labels)[1]
+
+    def gradient(params, features=features):
+        return objective.losses_and_gradients(params, features, labels)[1]
+
+    starts = [params * scale for scale in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for found, start in zip(pool.map(gradient, starts), starts, strict=True):
+            np.testing.assert_array_equal(found, gradient(start))
+    expected = gradient(params)
     for array in params, features, labels:
         array.flags.writeable = False
     backwards = np.ascontiguousarray(features[::-1])[::-1]
     for same in features, backwards, np.asfortranarray(features):
-        found = objective.losses_and_gradients(params, same, labels)[1]
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(gradient(params, same), expected)
 
 
-def test_threads_do_not_disturb_each_other():
-    objective = cnn_objective()
-    features, labels = make_samples(NUM_PIXELS)
-    starts = [objective.init_params(0) * scale for scale in range(8)]
-
-    def gradient(params):
-        return objective.losses_and_gradients(params, features, labels)[1]
-
-    with ThreadPoolExecutor(4) as pool:
-        for found, params in zip(pool.map(gradient, starts), starts, strict=True):
-            np.testing.assert_array_equal(found, gradient(params))
+NESTED = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.25)))
+INSTANCE = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
 
 
-def test_layers_with_random_or_hidden_results_are_refused():
-    def gradient(module):
-        objective = Objective.from_module(module)
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (NESTED, r"layer '1\.1', Dropout\(p=0\.25.*drops out at random"),
+        (Recurrent(num_layers=2, dropout=0.5), r"layer 'cells', LSTM.*drops out at random"),
+        (normalized(nn.BatchNorm1d(4)), "layer '1', .*updates running statistics"),
+        (normalized(INSTANCE), "layer '1', .*updates running statistics"),
+    ],
+)
+def test_layers_with_random_or_hidden_results_are_refused(module, message):
+    objective = Objective.from_module(module)
+    with pytest.raises(ConfigError, match=message):
         objective.losses_and_gradients(objective.init_params(0), *make_samples(6))
-
-    nested = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.25)))
-    with pytest.raises(ConfigError, match=r"layer '1\.1', Dropout\(p=0\.25.*drops out at random"):
-        gradient(nested)
-    with pytest.raises(ConfigError, match=r"layer 'cells', LSTM.*drops out at random"):
-        gradient(Recurrent(num_layers=2, dropout=0.5))
-    for norm in nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True):
-        with pytest.raises(ConfigError, match=r"layer '1', .*updates running statistics"):
-            gradient(nn.Sequential(nn.Linear(6, 4), norm))
 
 
 @pytest.mark.parametrize("leading", [(), (4,)])
@@ -351,35 +349,35 @@ def test_randomness_inside_forward_is_refused(leading):
     calm.losses_and_gradients(params, *make_samples(6, leading))
 
 
-NO_REDUCTION = nn.CrossEntropyLoss(reduction="none")
+LINEAR = nn.Linear(6, 3)
+
+
+def of_what_was_computed():
+    linear = nn.Linear(6, 3)
+    linear.result = linear.weight * 2  # torch cannot copy it
+    return linear
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "message"),
+    ("module", "options", "message"),
     [
-        (lambda: "cnn", {}, r"module is a str, not a torch\.nn\.Module"),
-        (lambda: nn.Linear(6, 3), {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
-        (lambda: nn.Linear(6, 3), {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
-        (lambda: nn.Linear(6, 3), {"input_shape": ()}, "is not a tuple of integers above 0"),
-        (lambda: nn.Linear(6, 3), {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
-        (nn.ReLU, {}, "ReLU has 0 parameters that require a gradient"),
+        ("cnn", {}, r"module is a str, not a torch\.nn\.Module"),
+        (LINEAR, {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
+        (LINEAR, {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
+        (LINEAR, {"input_shape": ()}, "is not a tuple of integers above 0"),
+        (LINEAR, {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
+        (nn.ReLU(), {}, "ReLU has 0 parameters that require a gradient"),
+        (of_what_was_computed(), {}, "Linear cannot be copied"),
         (
-            lambda: nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0),
+            nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0),
             {"reset": True},
             r"self_attn \(MultiheadAttention\) has none",
         ),
     ],
 )
-def test_bad_settings_are_named(make, options, message):
+def test_bad_settings_are_named(module, options, message):
     with pytest.raises(ConfigError, match=message):
-        Objective.from_module(make(), **options)
-
-
-def test_a_module_that_cannot_be_copied_is_named():
-    linear = nn.Linear(6, 3)
-    linear.result = linear.weight * 2  # torch cannot copy what was computed
-    with pytest.raises(ConfigError, match="Linear cannot be copied"):
-        Objective.from_module(linear)
+        Objective.from_module(module, **options)
 
 
 def test_bad_arguments_are_named():
@@ -397,7 +395,7 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             objective.losses_and_gradients(*arguments)
-    objective = Objective.from_module(nn.Linear(6, 3), NO_REDUCTION)
+    objective = Objective.from_module(LINEAR, nn.CrossEntropyLoss(reduction="none"))
     for leading in (), (2,):
         with pytest.raises(ConfigError, match=r"loss has shape \(9,\); it must be one number"):
             objective.losses(objective.init_params(0), *make_samples(6, leading))

@@ -20,7 +20,7 @@ from aqg.runs import loop
 from aqg.runs.cost import BYTES
 from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
-from aqg.runs.plan import Compiling, Job, StudyPlan
+from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.table import Table, format_bytes
 
 Row: TypeAlias = Mapping[str, Any]
@@ -267,7 +267,7 @@ class Overview:
         self._console, self._plan = console, plan
         self._num_ended = 0
         self._started = time.monotonic()
-        self._compiles = False
+        self._said: set[str] = set()
         self._bytes: dict[int, int] = {}
         self._lines: dict[int, TaskID] = {}
         times = rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn()
@@ -291,10 +291,10 @@ class Overview:
             case Started(index) if job is not None:
                 add = self._run_lines.add_task
                 self._lines[index] = add(job.name, total=job.config.rounds, loss="-", size="-")
-            case Reported(_, Compiling()):
-                if not self._compiles:
-                    self._compiles = True
-                    say(self._console, Compiling.text)
+            case Reported(_, str(text)):
+                if text not in self._said:
+                    self._said.add(text)
+                    say(self._console, text)
             case Reported(index, progress):
                 self._run_lines.update(self._lines[index], **_state(progress))
                 self._count_bytes({index: progress.cost.total_bytes})

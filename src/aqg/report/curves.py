@@ -5,7 +5,6 @@ Curves of a group are the median and the extremes over seeds, thinned to what a 
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import BYTES
+from aqg.runs.directory import finite_or_none
 from aqg.runs.table import records_to_csv, write_csv
 from aqg.sim.record import DROPPED
 
@@ -227,7 +227,7 @@ def result_of(run: Run) -> dict[str, Any]:
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
-    reached = {f"target_{name}": _finite(target.get(name)) for name in BYTES}
+    reached = {f"target_{name}": finite_or_none(target.get(name)) for name in BYTES}
     return {
         "finished": run.summary is not None,
         "diverged": run.diverged,
@@ -238,8 +238,8 @@ def result_of(run: Run) -> dict[str, Any]:
         "final_loss": _last(run, "loss"),
         "residual": _last(run, "residual"),
         "metrics": {name: _last(run, name) for name in run.metrics},
-        "target": _finite(run.config.get("target")) if kind == "residual" else None,
-        "target_rounds": _finite(target.get("reached_round")),
+        "target": finite_or_none(run.config.get("target")) if kind == "residual" else None,
+        "target_rounds": finite_or_none(target.get("reached_round")),
         **reached,
         "faults": len(run.faults),
     }
@@ -252,19 +252,14 @@ def _last(run: Run, metric: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def _finite(value: object) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 def spread(values: Sequence[float]) -> list[float]:
     return [float(np.median(values)), float(min(values)), float(max(values))]
 
 
 def spread_of_known(values: Iterable[float | None]) -> list[float] | None:
     """Return median, smallest and largest; None unless all are known."""
-    values = list(values)
-    known = [value for value in values if value is not None]
-    return spread(known) if len(known) == len(values) else None
+    known = list(values)
+    return None if None in known else spread(known)  # type: ignore[arg-type]
 
 
 def summary_csv(runs: Sequence[Run]) -> str:
@@ -329,10 +324,10 @@ def clients_csv(runs: Sequence[Run]) -> str:
     for run in runs:
         unknown = [None] * run.widths.shape[1]
         totals = (run.client_upload_bytes, run.client_download_bytes)
-        known = [unknown if found is None else found.tolist() for found in totals]
-        for client, sizes in enumerate(zip(*known, strict=True)):
-            total = None if None in sizes else sum(sizes)
-            rows.append((run.name, run.recipe, run.seed, client, *sizes, total))
+        known = (unknown if found is None else found.tolist() for found in totals)
+        for client, (up, down) in enumerate(zip(*known, strict=True)):
+            total = None if up is None or down is None else up + down
+            rows.append((run.name, run.recipe, run.seed, client, up, down, total))
     return write_csv(["run", "recipe", "seed", "client", *BYTES], rows)
 
 

@@ -4,7 +4,6 @@ Runs that differ in the seed only are one group; what else differs tells groups 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,13 +83,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run in the directories given, each once, in a stable order."""
     found: dict[Path, str] = {}
     for path in paths:
-        for directory in find_runs(path):
-            place = directory.resolve()
-            inside = directory.relative_to(path)
-            name = "/".join((path.resolve().name, *inside.parts))
-            found.setdefault(place, name)
-    runs = [read_run(place, name) for place, name in found.items()]
-    return _share_minima(runs)
+        for run in find_runs(path):
+            name = "/".join((path.resolve().name, *run.relative_to(path).parts))
+            found.setdefault(run.resolve(), name)
+    return _share_minima([read_run(place, name) for place, name in found.items()])
 
 
 def holds_runs(path: Path) -> bool:
@@ -256,8 +252,7 @@ def _minimum(summary: Mapping[str, Any] | None) -> float | None:
     loss, residual = ((summary or {}).get(name) for name in ("final_loss", "residual"))
     if not isinstance(loss, int | float) or not isinstance(residual, int | float):
         return None
-    minimum = float(loss - residual)
-    return minimum if math.isfinite(minimum) else None
+    return stored.finite_or_none(float(loss - residual))
 
 
 def _share_minima(runs: Sequence[Run]) -> list[Run]:
@@ -266,10 +261,7 @@ def _share_minima(runs: Sequence[Run]) -> list[Run]:
     def problem_of(run: Run) -> str:
         return _text({key: value for key, value in run.config.items() if key != "recipe"})
 
-    known: dict[str, float] = {}
-    for run in runs:
-        if run.minimum is not None:
-            known.setdefault(problem_of(run), run.minimum)
+    known = {problem_of(run): run.minimum for run in reversed(runs) if run.minimum is not None}
     return [
         run if run.minimum is not None else replace(run, minimum=known.get(problem_of(run)))
         for run in runs
@@ -346,14 +338,12 @@ def compare(runs: Iterable[Run]) -> Comparison:
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
     """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
-    chosen = ["recipe"]
-    most = len({run.recipe for run in runs})
+    chosen, most = ["recipe"], len({run.recipe for run in runs})
     for name in names:
         asked = (*chosen, name)
         distinct = len({_text([run.config.get(key) for key in asked]) for run in runs})
         if name not in ("recipe", "seed") and distinct > most:
-            chosen.append(name)
-            most = distinct
+            chosen, most = [*asked], distinct
     return tuple(chosen[1:])
 
 
@@ -382,15 +372,11 @@ def setting_text(value: object) -> str:
 
 
 def _label(run: Run, telling: Sequence[str]) -> str:
-    parts = [run.recipe]
-    for name in telling:
-        text = setting_text(run.config.get(name))
-        if name in ("rounds", "clients"):
-            text = f"{text} {name}"
-        elif name not in ("dataset", "partition", "model"):
-            text = f"{name.replace('_', ' ')} {text}"
-        parts.append(text)
-    return " · ".join(parts)
+    words = dict.fromkeys(("dataset", "partition", "model"), "{}")
+    words |= {name: f"{{}} {name}" for name in ("rounds", "clients")}
+    texts = {name: setting_text(run.config.get(name)) for name in telling}
+    parts = (words.get(k, f"{k.replace('_', ' ')} {{}}").format(t) for k, t in texts.items())
+    return " · ".join((run.recipe, *parts))
 
 
 def _text(value: object) -> str:

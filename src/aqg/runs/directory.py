@@ -114,8 +114,8 @@ def statistics_bytes(records: Sequence[RoundRecord]) -> dict[str, int]:
     return sums if any(sums.values()) else {}
 
 
-def finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def finite_or_none(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def create_directory(path: Path) -> None:

@@ -198,19 +198,15 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
     if goal is None or not goal.hold:
         return
     simulation = make_simulation(config, problem)
-    if config.validation:
+    if config.validation or goal.kind == "accuracy":
         start = follow_target(config, simulation)()
         if math.isnan(start):
-            raise ConfigError(f"{config.title} has no {goal.kind} on its validation set")
-    elif goal.kind == "accuracy":
-        measured = simulation.problem.measure(simulation.averaged)
-        if "accuracy" not in measured:
-            found = f"only {', '.join(measured)}" if measured else "nothing"
+            where = "validation" if config.validation else "test"
+            found = ", ".join(simulation.problem.measure(simulation.averaged)) or "nothing"
             raise ConfigError(
-                f"the target of {config.title} is an accuracy, and on its test set {found} is "
-                "measured; ask for a loss"
+                f"the target of {config.title} is its {goal.kind} on the {where} set, and on its "
+                f"test set {found} is measured; ask for another one"
             )
-        start = measured["accuracy"]
     else:
         start = simulation.loss() - (minimum or 0.0)
     if goal.is_met(start):
