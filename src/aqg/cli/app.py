@@ -109,8 +109,9 @@ def datasets() -> None:
 def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
+    console = Console()
     for name, summary in rows:
-        Console().print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", summary), soft_wrap=True)
 
 
 app.command()(takes("dataset", "model", "problem", "init")(studies.sweep))

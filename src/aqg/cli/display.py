@@ -159,8 +159,9 @@ def headline(rows: Sequence[Row]) -> str | None:
         for m in measured([ours])
         if m.name in known
     ] or [f"loss {ours['final_loss']:.4f} ({name}: {plain['final_loss']:.4f})"]
-    is_shorter = ours["rounds"] != plain["rounds"]
-    rounds = f"{ours['rounds']:,} rounds" + is_shorter * f" ({name}: {plain['rounds']:,})"
+    rounds = f"{ours['rounds']:,} rounds"
+    if ours["rounds"] != plain["rounds"]:
+        rounds += f" ({name}: {plain['rounds']:,})"
     return (
         f"{ours['recipe']} after {rounds}: {', '.join(quality)}; "
         f"{up:,.3g} times fewer bytes up, {down:,.3g} times fewer down."

@@ -376,7 +376,8 @@ def read_dataset(path: Path) -> Dataset:
         test = _features(arrays["x_test"]), _labels(test_labels)
     samples = _features(arrays["x_train"]), _labels(labels)
     names, clients = _clients(path, arrays)
-    return Dataset(path.name, *samples, num_classes, *test, clients=clients, client_names=names)
+    more: Any = {"clients": clients, "client_names": names}
+    return Dataset(path.name, *samples, num_classes, *test, **more)
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:

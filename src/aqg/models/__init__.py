@@ -37,7 +37,6 @@ class DataShape:
 
     @staticmethod
     def of(dataset: Dataset) -> DataShape:
-        """Look at a dataset."""
         parts = (dataset.features, dataset.labels, dataset.test_features, dataset.test_labels)
         whole = [int(p.max()) for p in parts if p is not None and p.dtype.kind in "iu"]
         num_tokens = 1 + max(whole) if dataset.features.dtype.kind in "iu" else 0

@@ -372,11 +372,15 @@ def setting_text(value: object) -> str:
 
 
 def _label(run: Run, telling: Sequence[str]) -> str:
-    words = dict.fromkeys(("dataset", "partition", "model"), "{}")
-    words |= {name: f"{{}} {name}" for name in ("rounds", "clients")}
-    texts = {name: setting_text(run.config.get(name)) for name in telling}
-    parts = (words.get(k, f"{k.replace('_', ' ')} {{}}").format(t) for k, t in texts.items())
-    return " · ".join((run.recipe, *parts))
+    parts = [run.recipe]
+    for name in telling:
+        text = setting_text(run.config.get(name))
+        if name in ("rounds", "clients"):
+            text = f"{text} {name}"
+        elif name not in ("dataset", "partition", "model"):
+            text = f"{name.replace('_', ' ')} {text}"
+        parts.append(text)
+    return " · ".join(parts)
 
 
 def _text(value: object) -> str:

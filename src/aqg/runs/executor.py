@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aqg.errors import AqgError, RunError
 from aqg.spec import in_words
@@ -55,21 +55,25 @@ simply ended.
 """
 
 
-class Started(NamedTuple):
+@dataclass(frozen=True)
+class Started:
     index: int
 
 
-class Reported(NamedTuple):
-    index: int
-    value: Any
-
-
-class Done(NamedTuple):
+@dataclass(frozen=True)
+class Reported:
     index: int
     value: Any
 
 
-class Failed(NamedTuple):
+@dataclass(frozen=True)
+class Done:
+    index: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
     """A task raised ``error``, or its worker died."""
 
     index: int
@@ -77,11 +81,13 @@ class Failed(NamedTuple):
     died: bool = False
 
 
-class Stopped(NamedTuple):
+@dataclass(frozen=True)
+class Stopped:
     index: int
 
 
-class Stopping(NamedTuple):
+@dataclass(frozen=True)
+class Stopping:
     """Ctrl-C came: no further task is started, and those under way are asked to stop."""
 
 
