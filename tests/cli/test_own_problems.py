@@ -293,7 +293,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(command, folder, capsys):
     (folder / "full").mkdir()
     (folder / "full" / "thesis.txt").touch()
     (folder / "bad.toml").write_text("seed = [")
-    (folder / "grid.toml").write_text("[grid]\nseed = [0]\n")
+    (folder / "grid.toml").write_text('recipe = "gd"\n[grid]\nseed = [0]\n')
     (folder / "other.safetensors").write_bytes(to_bytes({"w": np.zeros(3)}, {}))
     wrong = {"weight": np.zeros((64, 10)), "bias": np.full(10, np.inf)}
     (folder / "nan.safetensors").write_bytes(to_bytes(wrong, {}))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.datasets import HETEROGENEOUS_FILES, MNIST_FILES, Dataset, load_dataset
+from aqg.data.datasets import Dataset, load_dataset
 from aqg.errors import ConfigError, DataError
 
 
@@ -52,16 +52,6 @@ def test_heterogeneous(data_dir):
 def test_unknown_dataset_lists_the_choices():
     with pytest.raises(ConfigError, match="'cifar'; choose from digits, mnist, heterogeneous"):
         load_dataset("cifar")
-
-
-def test_every_file_has_a_digest_and_two_places_to_come_from():
-    files = [*MNIST_FILES, *(file for source in HETEROGENEOUS_FILES for file in source)]
-    assert len({file.path for file in files}) == len(files) == 10
-    for file in files:
-        assert len(bytes.fromhex(file.sha256)) == 32
-        assert len(set(file.urls)) == 2
-        assert all(url.startswith("https://") for url in file.urls)
-        assert all(url.endswith(file.path.split("/")[-1]) for url in file.urls)
 
 
 FEATURES = np.zeros((3, 2))
