@@ -86,6 +86,7 @@ def test_own_data_run_as_they_are_split(folder, capsys):
     assert config["files"][0][0] == str(folder / "own.npz")
     table = (folder / "out/clients.txt").read_text()
     assert [line.split()[-1] for line in table.splitlines()] == ["name", "ann", "bob", "cyd"]
+    run("--dataset own.npz --partition iid --samples 30 --rounds 1 --recipe gd --out few")
     run("--dataset plain.npz --clients 6 --rounds 5 --recipe lean --out b")
     assert tomllib.loads((folder / "b/config.toml").read_text())["partition"] == "iid"
     assert run_app(["report", "out", "b", "--out", "page.html"]) == 0
@@ -285,6 +286,7 @@ REFUSED = {
     "report own.npz": "'own.npz' is not a directory",
     "theory --rounds 0": "rounds is 0; it must be at least 1",
     "recipes nosuch": "unexpected extra argument",
+    "flower demo --nodes 0": "nodes is 0; it must be at least 1",
 }
 
 

@@ -93,3 +93,11 @@ def test_who_names_a_step(tmp_path):
     assert not names_step({"rounds": 3})
     file.write_text("SETTINGS = {'rounds': 3}\n")
     assert not names_step({"problem": f"{file}:make"})
+    for settings, message in (
+        ("{'colour': 1}", "unknown setting 'colour'"),
+        ("{'rounds': 'x'}", "rounds is 'x'; it must be a whole number"),
+        ("3", "SETTINGS in .* is 3; it must be a dict"),
+    ):
+        file.write_text(f"SETTINGS = {settings}\n")
+        with pytest.raises(ConfigError, match=message):
+            resolve({"problem": f"{file}:make"})

@@ -144,15 +144,16 @@ VALIDATED = replace(LOCAL, recipe="fp16", validation=0.2, participation=0.4, rou
 
 
 @pytest.mark.parametrize("config", [LOCAL, SOFTMAX, VALIDATED], ids=lambda c: c.target_kind)
-@pytest.mark.parametrize("num_rounds", [1, 4])
-def test_a_run_that_was_stopped_ends_the_same(tmp_path, config, num_rounds):
+def test_a_run_that_was_stopped_ends_the_same(tmp_path, config):
     minimum = find_minimum(SOFTMAX, build_problem(SOFTMAX)) if config is SOFTMAX else None
     whole = run(config, tmp_path / "whole", minimum=minimum)
-    with pytest.raises(Interrupted):
-        run(config, tmp_path / "cut", stop_after(num_rounds), minimum=minimum)
-    assert run(config, tmp_path / "cut", minimum=minimum) == whole
-    for name in ("rounds.jsonl", "summary.json"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for num_rounds in (1, 4):
+        cut = tmp_path / f"cut-{num_rounds}"
+        with pytest.raises(Interrupted):
+            run(config, cut, stop_after(num_rounds), minimum=minimum)
+        assert run(config, cut, minimum=minimum) == whole
+        for name in ("rounds.jsonl", "summary.json"):
+            assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_runs_end_beyond_their_ceiling_or_after_their_rounds(tmp_path):

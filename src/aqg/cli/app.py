@@ -21,7 +21,7 @@ from rich.text import Text
 from aqg import __version__
 from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, progress_bars, say
-from aqg.cli.options import TheoryOptions, takes
+from aqg.cli.options import DemoOptions, TheoryOptions, takes
 from aqg.cli.run import run_command
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
@@ -214,14 +214,8 @@ def _flower() -> None:
 
 
 @flower_app.command()
-def demo(
-    nodes: Annotated[int, typer.Option(help="How many SuperNodes.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How many rounds.")] = 20,
-    recipe: Annotated[str, typer.Option(help="See `aqg recipes`.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Makes a run repeatable.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory for results (new or empty).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@takes()
+def demo(options: DemoOptions) -> None:
     """Train on digits in Flower's own simulation on this machine, and count every byte.
 
     All processes end with the command, also on Ctrl-C.
@@ -230,18 +224,20 @@ def demo(
         raise ConfigError("aqg flower needs the package flwr: pip install 'aqg[flower,sim]'")
     from aqg.flower.demo import Demo
 
-    console = Console(stderr=as_json)
-    with output_directory(out, "flower") as directory:
-        running = Demo(directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed)
+    make_recipe(options.recipe)  # or say what is wrong with it
+    console = Console(stderr=options.as_json)
+    with output_directory(options.out, "flower") as directory:
+        chosen = {name: getattr(options, name) for name in ("nodes", "rounds", "recipe", "seed")}
+        running = Demo(directory=directory, **chosen)
         rows = running.byte_table(_train(console, running))
         summary = running.summary()
-    if as_json:
+    if options.as_json:
         studies.print_json({**summary, "nodes": rows, "directory": str(directory)})
         return
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
     console.print(
-        f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
+        f"\nLoss {summary['final_loss']:.4f} after {options.rounds} rounds, {', '.join(metrics)}."
     )
     console.print(_byte_table(rows).to_terminal())
     console.print(

@@ -13,7 +13,7 @@ from aqg.data.datasets import ENVIRONMENT_VARIABLE
 from aqg.errors import ConfigError
 from aqg.runs.config import guard_file, named_settings
 from aqg.runs.directory import CONFIG, read_toml
-from aqg.settings import FROM_1, RunSettings, Setting, check_bounds, setting, table, types
+from aqg.settings import FROM_0, FROM_1, RunSettings, Setting, check_bounds, setting, table, types
 
 ARGUMENT, _OWN = "argument", "A task of your own"
 
@@ -22,20 +22,24 @@ ARGUMENT, _OWN = "argument", "A task of your own"
 @dataclass(frozen=True, kw_only=True)
 class Given:
     flags: Mapping[str, Any] = field(default_factory=dict)  # settings that have an option
-    data_dir: Path | None = setting(None, "Where datasets are kept.")
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions(Given):
+class DataOptions(Given):
+    data_dir: Path | None = setting(None, "Where datasets are kept.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(DataOptions):
     jobs: int | None = setting(None, "Runs at a time; one per core by default.", bound=FROM_1)
     cluster: str | None = setting(None, "Run on the Ray cluster there.", metavar="ADDRESS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Given):
+class Options(DataOptions):
     as_json: bool = setting(False, "Print one JSON object.", key="--json")
     allow_code: bool = setting(False,
         "Run Python files that only a file or --resume names.")
@@ -71,6 +75,16 @@ class TheoryOptions(ConfigOptions):
         ARGUMENT, metavar="[RUNDIR]")
     rounds: int | None = setting(None,
         "Follow a run for this many rounds at most.", bound=FROM_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Given):
+    nodes: int = setting(3, "How many SuperNodes.", bound=FROM_1)
+    rounds: int = setting(20, "How many rounds.", bound=FROM_1)
+    recipe: str = setting("auto", "See `aqg recipes`.")
+    seed: int = setting(0, "Makes a run repeatable.", bound=FROM_0)
+    out: Path | None = setting(None, "Directory for results (new or empty).")
+    as_json: bool = setting(False, "Print one JSON object.", key="--json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,7 +229,7 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
             require_choice("scaling", scaling, step_sizes)
             step_size = step_sizes[scaling]
             if scaling == "mean":  # over the clients, mean losses are summed
-                step_size *= defaults["clients"] / max(1, merged["clients"])
+                step_size = step_size * defaults["clients"] / max(1, merged["clients"])
         else:
             step_size = averaging_step(merged, merged.get("samples") or num_samples)
         merged["alpha"] = _of_optimizer(merged, step_size)
@@ -307,7 +307,7 @@ def _all_typed(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "recipe" in settings:
         given = settings["recipe"]
         names = given.split(",") if isinstance(given, str) else given
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise ConfigError(f"recipe is {given!r}; it must be a text or a list of texts")
         found["recipe"] = [name.strip() for name in names if name.strip()] or [""]
     return found
