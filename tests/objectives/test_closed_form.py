@@ -20,6 +20,13 @@ CASES = [(*model, l2, scaling) for model in MODELS for l2 in (0.0, 0.3) for scal
 THREE = [("logistic", 2), ("softmax", 3), ("mlp:4", 3)]
 """One of each, on six features."""
 ARRAY_KINDS = [np.asarray, torch.from_numpy]
+DEVICES = list(ARRAY_KINDS)
+if torch.cuda.is_available():
+    DEVICES.append(lambda array: torch.from_numpy(array).cuda())
+
+
+def host(found):
+    return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
 
 
 def make(model, num_classes, l2=0.1):
@@ -77,23 +84,17 @@ def test_matches_automatic_differentiation(model, num_classes, l2, scaling, clie
 
     expected_losses = definition(tensors[0]).numpy()
     expected = torch.autograd.functional.jacobian(definition, tensors[0]).numpy()
-    devices = [lambda array: array, torch.from_numpy]
-    devices += [lambda array: torch.from_numpy(array).cuda()] if torch.cuda.is_available() else []
-    for put in devices:
+    for put in DEVICES:
         params, *samples = map(put, arrays)
         losses, gradients = objective.losses_and_gradients(params, *samples)
         assert type(gradients) is type(params)
         assert gradients.device == params.device
         assert gradients.shape == (*client_axes, objective.num_params)
+        np.testing.assert_allclose(host(losses), expected_losses, rtol=1e-12)
+        np.testing.assert_allclose(host(gradients), expected, rtol=1e-10, atol=1e-13)
         again, predicted = objective.losses(params, *samples), objective.predict(params, samples[0])
-        if put is devices[-1] and len(devices) > 2:
-            losses, gradients, again, predicted = (
-                found.cpu() for found in (losses, gradients, again, predicted)
-            )
-        np.testing.assert_allclose(np.asarray(losses), expected_losses, rtol=1e-12)
-        np.testing.assert_allclose(np.asarray(gradients), expected, rtol=1e-10, atol=1e-13)
-        np.testing.assert_allclose(np.asarray(again), np.asarray(losses), rtol=1e-15)
-        np.testing.assert_array_equal(np.asarray(predicted), objective.predict(*arrays[:2]))
+        np.testing.assert_allclose(host(again), host(losses), rtol=1e-15)
+        np.testing.assert_array_equal(host(predicted), objective.predict(*arrays[:2]))
 
 
 def assert_stacking_changes_nothing(model, num_clients, num_samples, num_features, dtype):
