@@ -40,7 +40,7 @@ soak: $(VENV)/.ready-test compiled  ## the rest, within half an hour: faults, in
 
 # What most changes break first: the algorithm, the frames, both simulators, and their examples.
 QUICK := tests/core tests/wire tests/sim/test_record.py tests/sim/test_engine.py \
-	tests/objectives/test_gradients.py tests/runs/test_config.py tests/runs/test_directory.py \
+	tests/objectives/test_closed_form.py tests/runs/test_config.py tests/runs/test_directory.py \
 	tests/test_public_names.py src/aqg/core src/aqg/wire src/aqg/runs \
 	--ignore=tests/wire/test_hostile.py
 

@@ -34,13 +34,11 @@ def test_colors_first_and_last_are_the_same_image():
     assert torch.equal(first(batch), last(batch.movedim(1, -1)))
 
 
-def test_resnets_normalize_as_told():
-    kinds = {"group": nn.GroupNorm, "batch": nn.BatchNorm2d}
-    for norm, kind in kinds.items():
-        module = make_module(f"resnet8:norm={norm}", images(32, 32, 3), seed=0)
-        assert sum(isinstance(layer, kind) for layer in module.modules()) == 9
-        layers = (nn.Conv2d, nn.Linear)
-        assert sum(isinstance(layer, layers) for layer in module.modules()) == 8 + 2  # shortcuts
+@pytest.mark.parametrize(("norm", "kind"), [("group", nn.GroupNorm), ("batch", nn.BatchNorm2d)])
+def test_resnets_normalize_as_told(norm, kind):
+    layers = list(make_module(f"resnet8:norm={norm}", images(32, 32, 3), seed=0).modules())
+    assert sum(isinstance(layer, kind) for layer in layers) == 9
+    assert sum(isinstance(layer, nn.Conv2d | nn.Linear) for layer in layers) == 8 + 2  # shortcuts
 
 
 def test_the_transformer_does_not_look_ahead():

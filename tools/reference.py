@@ -18,7 +18,7 @@ import typer
 from aqg.cli.app import app
 from aqg.core.recipes import RECIPES
 from aqg.flower.settings import KEYS
-from aqg.runs.config import DATASET_DEFAULTS, SETTINGS, STEP_SIZES
+from aqg.runs.config import DATASET_FACTS, SETTINGS
 from aqg.settings import CommonSettings, FlowerSettings, RunSettings, Setting, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,13 +137,13 @@ def config_page() -> str:
         f"| dataset | {' | '.join(f'`{name}`' for name in _BY_DATASET)} |",
         "|---" * (1 + len(_BY_DATASET)) + "|",
     ]
-    for dataset, values in DATASET_DEFAULTS.items():
-        row = {**values, "alpha": STEP_SIZES[dataset]["mean"]}
+    for dataset, facts in DATASET_FACTS.items():
+        row = {**facts.settings, "alpha": facts.step_sizes["mean"]}
         lines.append(f"| `{dataset}` | {' | '.join(f'`{row[name]}`' for name in _BY_DATASET)} |")
     lines += [
         "",
         'With `scaling = "sum"` the default of `alpha` is another: '
-        + ", ".join(f"{STEP_SIZES[name]['sum']:g} for `{name}`" for name in DATASET_DEFAULTS)
+        + ", ".join(f"{f.step_sizes['sum']:g} for `{name}`" for name, f in DATASET_FACTS.items())
         + ".",
         "Torch modules and files have the step of federated averaging, no L2 term and float32.",
         "",

@@ -273,7 +273,7 @@ def types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def check_bounds(settings: CommonSettings, keys: Mapping[str, str] | None = None) -> None:
+def check_bounds(settings: Any, keys: Mapping[str, str] | None = None) -> None:
     """Raise at the first setting that is out of its bound; ``keys`` are names to show."""
     for name, row in table(type(settings)).items():
         row.check((keys or {}).get(name, name), getattr(settings, name))

@@ -12,23 +12,20 @@ from aqg.cli import run as run_module
 from aqg.cli.app import run_app
 from aqg.core.recipes import RECIPES
 
-from tests.commands import interrupt, refuse, started, wait_for
+from tests.commands import interrupt, started, wait_for
 
 QUICK = ("--rounds", "25")
 
 
 def aqg(*arguments, cwd, check=True):
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "aqg", *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        check=False,
+        check=check,
     )
-    if check:
-        assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture
@@ -75,29 +72,26 @@ def test_json_is_one_object_on_stdout(tmp_path, here):
     runs = json.loads(here("run", *QUICK, *options, "--json").out)["runs"]
     assert [run["recipe"] for run in runs] == ["lean", "gd"]
     for run in runs:
-        assert run["rounds"] == 25
+        target = run["target"]
+        assert run["rounds"] == 25 >= target["reached_round"] > 0
         assert 0 < run["test_accuracy"] <= 1
         assert run["residual"] > 0
-        target = run["target"]
-        assert 0 < target["reached_round"] <= 25
-        assert 0 < target["upload_bytes"] < run["upload_bytes"]
         for row in (run, target):
             assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
-        assert target["upload_bytes"] < target["total_bytes"] < run["total_bytes"]
+        assert 0 < target["upload_bytes"] < run["upload_bytes"]
+        assert target["total_bytes"] < run["total_bytes"]
         assert target["uploads"] * 32 >= target["bits_per_param"]
     unreached = here("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json")
     assert set(json.loads(unreached.out)["runs"][0]["target"].values()) == {1e-9, None}
-    plain = here("run", *QUICK, "--recipe", "gd", "--model", "mlp:4", "--json")
-    (run,) = json.loads(plain.out)["runs"]
+    options = ("--model", "mlp:4", "--partition", "dirichlet:0.5", "--bits", 3, "--l2", 0.05)
+    plain = [
+        here("run", *QUICK, "--recipe", "aqg-2", *options, "--engine", engine, "--json").out
+        for engine in ("fast", "reference")
+    ]
+    assert plain[0] == plain[1]
+    (run,) = json.loads(plain[0])["runs"]
     assert run["residual"] is None
     assert "target" not in run
-
-
-def test_engines_and_options_agree(here):
-    options = ("--recipe", "aqg-2", "--partition", "dirichlet:0.5", "--bits", 3, "--l2", 0.05)
-    fast = here("run", *QUICK, *options, "--json")
-    reference = here("run", *QUICK, *options, "--engine", "reference", "--json")
-    assert fast.out == reference.out
 
 
 def test_listings(tmp_path, here):
@@ -105,34 +99,9 @@ def test_listings(tmp_path, here):
     assert all(name in recipes for name in (*RECIPES, "[xi=1] [eta=0.5]"))
     assert all(name in datasets for name in ("digits", "mnist", "heterogeneous"))
     assert aqg("--version", cwd=tmp_path).stdout.startswith("aqg ")
-    done = aqg("run", "--recipe", "nope", cwd=tmp_path, check=False)
+    done = aqg("run", "--recipe", "nope", cwd=tmp_path, check=False)  # in no process of ours
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("aqg: error: unknown recipe 'nope'; choose from")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--clients", "2000", "--partition", "iid"), "2000"),
-        (("--clients", "5"), "5"),
-        (("--partition", "source"), "source"),
-        (("--rounds", "many"), "many"),
-        (("--model", "logistic"), "logistic"),
-        (("--model", "transformer"), "transformer"),
-        (("--target", "1e-3", "--model", "mlp:3"), "f* is unknown for mlp:3"),
-        (("--out", "/proc/nowhere"), "'/proc/nowhere' cannot be made"),
-        (("--out", "full"), "'full' is not empty"),
-        (("--resume", "nowhere"), "'nowhere' is not a run directory"),
-        (("--config", "nowhere.toml"), "'nowhere.toml' cannot be read"),
-        (("--nope",), "--nope"),
-        (("--device", "cuda:99"), "cuda:99"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(options, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
-    refuse(capsys, "run", *options, message=message)
 
 
 def test_a_corrupted_cache_file_is_named(tmp_path, here, monkeypatch):

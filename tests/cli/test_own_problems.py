@@ -86,6 +86,7 @@ def test_own_data_run_as_they_are_split(folder, capsys):
     assert config["files"][0][0] == str(folder / "own.npz")
     table = (folder / "out/clients.txt").read_text()
     assert [line.split()[-1] for line in table.splitlines()] == ["name", "ann", "bob", "cyd"]
+    run("--dataset own.npz --partition iid --samples 30 --rounds 1 --recipe gd --out few")
     run("--dataset plain.npz --clients 6 --rounds 5 --recipe lean --out b")
     assert tomllib.loads((folder / "b/config.toml").read_text())["partition"] == "iid"
     assert run_app(["report", "out", "b", "--out", "page.html"]) == 0
@@ -121,7 +122,7 @@ def test_own_model_leaves_models_that_load(folder):
     assert int(notes["rounds"]) == measured.index(max(measured))
 
 
-def test_closed_forms_have_names_and_start_from_files(folder):
+def test_runs_start_from_files(folder):
     options = ("--dataset", "own.npz", "--recipe", "gd")
     run(*options, "--rounds 8 --out whole")
     run(*options, "--rounds 5 --out first")
@@ -131,9 +132,6 @@ def test_closed_forms_have_names_and_start_from_files(folder):
     assert shapes == {"weight": (5, 3), "bias": (3,)}
     for name, value in aqg.load_model("second/gd", which="final").items():
         assert np.array_equal(value, tensors[name])  # gd remembers nothing but the model
-
-
-def test_a_run_starts_from_a_state_dict(folder):
     namespace = {}
     exec(MODEL, namespace)
     module = namespace["make"]((5,), 3)
@@ -246,33 +244,59 @@ def test_built_in_models_learn_images(model, folder):
     assert summary["final_loss"] < lines[0]["loss"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--dataset", "nowhere.npz"), "nowhere.npz' cannot be read: No such file"),
-        (("--dataset", "problem.py"), "unknown dataset 'problem.py'"),
-        (("--dataset", "numbers.npz"), "are not classes, so there is no model by default"),
-        (("--dataset", "numbers.npz", "--model", "softmax"), "'softmax' needs one class per"),
-        (("--dataset", "plain.npz", "--partition", "natural"), "a file with an array 'client'"),
-        (("--model", "resnet8:norm=layer"), "'resnet8' is 'layer'; choose from group"),
-        (("--model", "cnn:depth=3"), "model 'cnn' has no option 'depth'; it has: width"),
-        (("--model", "cnn:width=x"), "option width of model 'cnn' is 'x'"),
-        (("--model", "model.py:no_module"), "returned int, not a torch.nn.Module"),
-        (("--model", "model.py:make"), "train on minibatches"),
-        (("--dataset", "row.npz", "--model", "model.py:pairs", *LOCAL), "fails on 8 samples of"),
-        (("--dataset", "row.npz", "--model", "model.py:regressor", *LOCAL), "(8, 1)"),
-        (("--problem", "problem.py"), "write FILE.py:FUNCTION"),
-        (("--problem", "problem"), "problem is 'problem'; it must be FILE.py:FUNCTION"),
-        (("--problem", "problem.py:number"), "returned int; it must return"),
-        (("--problem", "problem.py:problem", "--model", "softmax"), "give one of them"),
-        (("--problem", "problem.py:problem", "--clients", "9"), "clients is 9, and"),
-        (("--init", "nowhere.pt"), "nowhere.pt' cannot be read"),
-        (("--init", "other.safetensors"), "has no tensor 'weight', which the model has"),
-        (("--init", "nan.safetensors"), "tensor 'bias' of"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(options, message, folder, capsys):
+LOCALLY = " ".join(LOCAL)
+REFUSED = {
+    "run --nope": "--nope",
+    "run --rounds many": "many",
+    "run --participation 0": "participation is 0.0; it must be above 0 and at most 1",
+    "run --device cuda:99": "cuda:99",
+    "run --out /proc/nowhere": "'/proc/nowhere' cannot be made",
+    "run --out full": "'full' is not empty",
+    "run --resume nowhere": "'nowhere' is not a run directory",
+    "run --config nowhere.toml": "'nowhere.toml' cannot be read",
+    "run --config bad.toml": "is not valid TOML",
+    "run --clients 2000 --partition iid": "among 2000 clients",
+    "run --model nosuch": "unknown model 'nosuch'; choose from cnn, resnet8, transformer",
+    "run --target 1e-3 --model mlp:3": "f* is unknown for mlp:3",
+    "run --dataset nowhere.npz": "nowhere.npz' cannot be read: No such file",
+    "run --dataset numbers.npz": "are not classes, so there is no model by default",
+    "run --dataset numbers.npz --model softmax": "'softmax' needs one class per",
+    "run --dataset plain.npz --partition natural": "a file with an array 'client'",
+    "run --model resnet8:norm=layer": "'resnet8' is 'layer'; choose from group",
+    "run --model model.py:no_module": "returned int, not a torch.nn.Module",
+    "run --model model.py:make": "train on minibatches",
+    f"run --dataset row.npz --model model.py:pairs {LOCALLY}": "fails on 8 samples of",
+    f"run --dataset row.npz --model model.py:regressor {LOCALLY}": "(8, 1)",
+    "run --problem problem.py": "write FILE.py:FUNCTION",
+    "run --problem problem": "problem is 'problem'; it must be FILE.py:FUNCTION",
+    "run --problem problem.py:number": "returned int; it must return",
+    "run --problem problem.py:problem --model softmax": "give one of them",
+    "run --problem problem.py:problem --clients 9": "clients is 9, and",
+    "run --init other.safetensors": "has no tensor 'weight', which the model has",
+    "run --init nan.safetensors": "tensor 'bias' of",
+    "sweep": "name a grid file",
+    "sweep grid.toml --jobs 0": "jobs is 0; it must be at least 1",
+    "sweep grid.toml --out full": "'full' is not empty",
+    "sweep bad.toml": "is not valid TOML",
+    "sweep --resume full": "'full' is not a sweep's directory",
+    "sweep --resume x --out y": "--resume and --out exclude each other",
+    "report": "Missing argument 'DIR...'",
+    "report nowhere": "'nowhere' does not exist",
+    "report full": "'full' is not a run directory and holds none",
+    "report own.npz": "'own.npz' is not a directory",
+    "theory --rounds 0": "rounds is 0; it must be at least 1",
+    "recipes nosuch": "unexpected extra argument",
+    "flower demo --nodes 0": "nodes is 0; it must be at least 1",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_bad_input_is_one_line_and_leaves_nothing(command, folder, capsys):
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.txt").touch()
+    (folder / "bad.toml").write_text("seed = [")
+    (folder / "grid.toml").write_text('recipe = "gd"\n[grid]\nseed = [0]\n')
     (folder / "other.safetensors").write_bytes(to_bytes({"w": np.zeros(3)}, {}))
     wrong = {"weight": np.zeros((64, 10)), "bias": np.full(10, np.inf)}
     (folder / "nan.safetensors").write_bytes(to_bytes(wrong, {}))
-    refuse(capsys, "run", *options, message=message)
+    refuse(capsys, *command.split(), message=REFUSED[command])

@@ -13,7 +13,6 @@ from aqg.cli.display import sweep_table
 from aqg.cli.options import RunOptions, SweepOptions
 from aqg.cli.run import run_command
 from aqg.cli.studies import sweep as sweep_command
-from aqg.errors import AqgError
 from aqg.studies.sweep import create_sweep, open_sweep
 
 from tests.commands import contents, interrupt, run_alone, started, wait_for
@@ -50,7 +49,7 @@ def is_running(process_id):
     return True
 
 
-def test_lines_table_and_results(whole, capsys):
+def test_results_are_those_of_aqg_run(whole, capsys):
     # Finished: shown again at once, and no file of a run is touched.
     times = {path: path.stat().st_mtime_ns for path in (whole / "whole").glob("*/*")}
     assert sweep_command(SweepOptions(resume=whole / "whole")) == 0
@@ -58,16 +57,12 @@ def test_lines_table_and_results(whole, capsys):
     shown = capsys.readouterr().out
     assert "3 runs (recipe × seed), 3 finished before, in " in shown
     words = ("recipe", "runs", "uploads", "up", "down", "total", "..", "final loss", "test acc")
-    for word in words:
-        assert word in shown
+    assert all(word in shown for word in words)
     assert "seed" not in shown.split("Means over seeds")[0].split("\n", 1)[1]
     assert (whole / "whole" / "sweep.toml").read_text() == FILE
     assert sorted(path.name for path in (whole / "whole").iterdir()) == sorted(
         [*NAMES, "sweep.toml", "summary.csv", "summary.json"]
     )
-
-
-def test_json_holds_settings_and_the_results_of_aqg_run(whole, capsys):
     assert sweep_command(SweepOptions(resume=whole / "whole", as_json=True)) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["name"] for run in runs] == NAMES
@@ -154,30 +149,6 @@ def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
     assert line.startswith("aqg: error: 1 of 2 runs failed: recipe-sleepy; ")
     assert "recipe-sleepy: failed: KeyError: 3" in captured.out
     assert "0 of 1" in captured.out
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (TEXT, {"jobs": 0}, "jobs is 0; it must be at least 1"),
-        (TEXT, {"resume": Path("x"), "out": Path("y")}, "--resume and --out exclude each other"),
-        (TEXT, {"resume": Path("nowhere")}, "'nowhere' is not a sweep's directory"),
-        (TEXT, {"out": Path("full")}, "'full' is not empty"),
-        (TEXT, {"grid": None}, "name a grid file"),
-        ("seed = [", {}, "is not valid TOML"),
-        ("[grid]\nseed = 1", {}, "seed in [grid] is 1; it must be a list"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(text, options, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "grid.toml").write_text(text)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
-    with pytest.raises(AqgError) as caught:
-        sweep_command(SweepOptions(**{"grid": Path("grid.toml"), **options}))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["full", "grid.toml", "thesis.txt"]
 
 
 def test_the_table_tells_diverged_failed_and_unreached_apart():

@@ -2,14 +2,12 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.datasets import HETEROGENEOUS_FILES, MNIST_FILES, Dataset, load_dataset
+from aqg.data.datasets import Dataset, load_dataset
 from aqg.errors import ConfigError, DataError
 
 
 def test_digits_has_a_fixed_stratified_split():
     dataset = load_dataset("digits")
-    assert dataset.test_features is not None
-    assert dataset.test_labels is not None
     assert dataset.features.dtype == np.float64
     assert dataset.labels.dtype == dataset.test_labels.dtype == np.int64
     assert len(dataset) + len(dataset.test_labels) == 1797
@@ -22,14 +20,10 @@ def test_digits_has_a_fixed_stratified_split():
     rows = np.concatenate([dataset.features, dataset.test_features])
     original = load_sklearn_digits().data / 16
     assert sorted(map(bytes, rows)) == sorted(map(bytes, original))
-    again = load_dataset("digits")
-    assert np.array_equal(again.features, dataset.features)
 
 
 def test_mnist(data_dir):
     dataset = load_dataset("mnist", data_dir)
-    assert dataset.test_features is not None
-    assert dataset.test_labels is not None
     assert dataset.features.shape == (60000, 784)
     assert dataset.test_features.shape == (10000, 784)
     assert dataset.features.dtype == dataset.test_features.dtype == np.float32
@@ -44,7 +38,6 @@ def test_mnist(data_dir):
 
 def test_heterogeneous(data_dir):
     dataset = load_dataset("heterogeneous", data_dir)
-    assert dataset.sources is not None
     assert dataset.test_features is None
     assert dataset.features.shape == (2314, 34)
     assert dataset.features.dtype == np.float64
@@ -57,18 +50,8 @@ def test_heterogeneous(data_dir):
 
 
 def test_unknown_dataset_lists_the_choices():
-    with pytest.raises(ConfigError, match="'cifar'; choose one of digits, mnist, heterogeneous"):
+    with pytest.raises(ConfigError, match="'cifar'; choose from digits, mnist, heterogeneous"):
         load_dataset("cifar")
-
-
-def test_every_file_has_a_digest_and_two_places_to_come_from():
-    files = [*MNIST_FILES, *(file for source in HETEROGENEOUS_FILES for file in source)]
-    assert len({file.path for file in files}) == len(files) == 10
-    for file in files:
-        assert len(bytes.fromhex(file.sha256)) == 32
-        assert len(set(file.urls)) == 2
-        assert all(url.startswith("https://") for url in file.urls)
-        assert all(url.endswith(file.path.split("/")[-1]) for url in file.urls)
 
 
 FEATURES = np.zeros((3, 2))

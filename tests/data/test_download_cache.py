@@ -87,25 +87,36 @@ def files_below(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def test_downloads_once_and_then_reads_the_file(server, tmp_path):
-    file = remote(server, "/good.gz")
-    assert read_content(file, tmp_path) == read_content(file, tmp_path) == CONTENT
-    assert (tmp_path / "set/file.gz").read_bytes() == GOOD
-    assert server.requested == ["/good.gz"]
-    assert files_below(tmp_path) == ["set", "set/file.gz"]
-    (tmp_path / "plain").touch()
-    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "set/file.gz")}
-    assert len(modes) == 1
-
-
 @pytest.mark.parametrize(
-    ("path", "name"),
-    [("/other-wrapping.gz", "a.gz"), ("/encoded.gz", "a.gz"), ("/plain.txt", "a.txt")],
+    ("paths", "name"),
+    [
+        (["/good.gz"], "a.gz"),
+        (["/other-wrapping.gz"], "a.gz"),  # the content counts
+        (["/encoded.gz"], "a.gz"),
+        (["/plain.txt"], "a.txt"),
+        *(([first, "/good.gz"], "a.gz") for first in ("/missing.gz", "/other-content.gz")),
+        (["/cut.gz", "/good.gz"], "a.gz"),
+    ],
 )
-def test_the_content_counts_not_its_wrapping(path, name, server, tmp_path):
-    file = remote(server, path, name=name)
+def test_downloads_once_and_then_reads_the_file(paths, name, server, tmp_path):
+    file = remote(server, *paths, name=f"set/{name}")
     assert read_content(file, tmp_path) == read_content(file, tmp_path) == CONTENT
-    assert len(server.requested) == 1
+    assert server.requested == paths
+    assert files_below(tmp_path) == ["set", f"set/{name}"]
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE((tmp_path / file).stat().st_mode) for file in ("plain", f"set/{name}")}
+    assert len(modes) == 1  # others may read it, too
+
+
+def refused(file, directory, *parts):
+    """Check that the error has these parts, in one line."""
+    before = files_below(directory)
+    with pytest.raises(DataError) as caught:
+        read_content(file, directory)
+    for part in parts:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert files_below(directory) == before
 
 
 @pytest.mark.parametrize(
@@ -120,74 +131,48 @@ def test_the_content_counts_not_its_wrapping(path, name, server, tmp_path):
     ],
 )
 def test_bad_download_is_one_line_and_leaves_nothing(path, name, reason, server, tmp_path):
-    with pytest.raises(DataError) as caught:
-        read_content(remote(server, path, name=name), tmp_path)
-    for part in (server.url(path), reason, "AQG_DATA_DIR"):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert files_below(tmp_path) == []
-
-
-@pytest.mark.parametrize("first", ["/missing.gz", "/other-content.gz", "/cut.gz"])
-def test_second_mirror_helps(first, server, tmp_path):
-    assert read_content(remote(server, first, "/good.gz"), tmp_path) == CONTENT
-    assert server.requested == [first, "/good.gz"]
-    assert files_below(tmp_path) == ["set", "set/file.gz"]
+    refused(remote(server, path, name=name), tmp_path, server.url(path), reason, "AQG_DATA_DIR")
 
 
 def test_no_server_at_all(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         url = f"http://127.0.0.1:{closed.server_port}/good.gz"
-    with pytest.raises(DataError, match=r"ConnectionError.*no-scheme \(MissingSchema"):
-        read_content(RemoteFile("set/file.gz", DIGEST, (url, "no-scheme")), tmp_path)
-    assert files_below(tmp_path) == []
+    file = RemoteFile("set/file.gz", DIGEST, (url, "no-scheme"))
+    refused(file, tmp_path, "ConnectionError", "no-scheme (MissingSchema")
 
 
 @pytest.mark.parametrize("damaged", [gzip.compress(b"other"), GOOD[:-12], b"", b"<html>login"])
 def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
     path = tmp_path / "file.gz"
     path.write_bytes(damaged)
-    with pytest.raises(DataError) as caught:
-        read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
-    for part in (str(path), DIGEST, "delete it"):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
+    refused(remote(server, "/good.gz", name="file.gz"), tmp_path, str(path), DIGEST, "delete it")
     assert path.read_bytes() == damaged
     assert server.requested == []
 
 
-def test_read_only_directory_with_good_files_works(tmp_path):
+def test_places_that_cannot_be_read_or_written(server, tmp_path):
+    file = remote(server, "/good.gz", name="file.gz")
+    server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
+    with pytest.raises(DataError, match=r"cannot write .*AQG_DATA_DIR"):
+        read_content(file, tmp_path)
+    assert files_below(tmp_path) == ["file.gz"]
+    (tmp_path / "a-file").touch()
+    for directory in ("a-file", "."):
+        with pytest.raises(DataError, match="cannot read"):
+            read_content(file, tmp_path / directory)
+
+
+def test_a_good_file_is_enough_whoever_put_it_there(server, tmp_path):
     path = tmp_path / "file.gz"
-    path.write_bytes(GOOD)
+    server.meanwhile = lambda: path.write_bytes(OTHER_WRAPPING) and None
+    assert read_content(remote(server, "/good.gz", name="file.gz"), tmp_path) == CONTENT
+    assert files_below(tmp_path) == ["file.gz"]
     path.chmod(0o444)
     tmp_path.chmod(0o555)
     try:
         assert read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path) == CONTENT
     finally:
         tmp_path.chmod(0o755)
-    assert files_below(tmp_path) == ["file.gz"]
-
-
-def test_a_place_that_cannot_be_written_is_reported_and_nothing_is_left(server, tmp_path):
-    server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
-    with pytest.raises(DataError, match=r"cannot write .*AQG_DATA_DIR"):
-        read_content(remote(server, "/good.gz", name="file.gz"), tmp_path)
-    assert files_below(tmp_path) == ["file.gz"]
-
-
-def test_file_placed_meanwhile_by_another_process_is_no_problem(server, tmp_path):
-    path = tmp_path / "file.gz"
-    server.meanwhile = lambda: path.write_bytes(OTHER_WRAPPING) and None
-    assert read_content(remote(server, "/good.gz", name="file.gz"), tmp_path) == CONTENT
-    assert files_below(tmp_path) == ["file.gz"]
-
-
-@pytest.mark.parametrize("directory", ["a-file", "."])
-def test_unreadable_path_is_reported(directory, tmp_path):
-    (tmp_path / "a-file").touch()
-    (tmp_path / "file.gz").mkdir()
-    with pytest.raises(DataError, match="cannot read"):
-        read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path / directory)
 
 
 def test_data_directory_prefers_argument_then_environment_then_cache(monkeypatch, tmp_path):

@@ -35,7 +35,7 @@ def normalized():
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def test_names_shapes_dtypes_and_offsets_are_those_of_the_module():
+def test_names_shapes_dtypes_offsets_and_values_are_those_of_the_module():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
     layout = ModelLayout.of(module)
     assert [tuple(spec) for spec in layout.parameters] == [
@@ -46,24 +46,16 @@ def test_names_shapes_dtypes_and_offsets_are_those_of_the_module():
     ]
     assert layout.dtype == np.float64
     assert not layout.carries_buffers
-
-
-def test_flat_vector_and_module_are_the_same_values_there_and_back():
-    module, other = normalized(), normalized()
-    with torch.no_grad():
-        for value in other.parameters():
-            value.zero_()
-    layout = ModelLayout.of(module)
     flat = layout.flatten(module)
-    np.testing.assert_array_equal(
-        flat, np.concatenate([p.detach().numpy().ravel() for p in module.parameters()])
-    )
+    expected = [value.detach().numpy().ravel() for value in module.parameters()]
+    np.testing.assert_array_equal(flat, np.concatenate(expected))
+    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
     layout.load(other, flat)
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_frozen_parameters_do_not_travel():
+def test_frozen_parameters_do_not_travel_and_tied_ones_once():
     module = normalized()
     module[0].requires_grad_(False)
     before = module[0].weight.clone()
@@ -71,22 +63,12 @@ def test_frozen_parameters_do_not_travel():
     assert layout.num_params == 6 + 8
     layout.load(module, np.ones(layout.num_params, np.float32))
     assert torch.equal(module[0].weight, before)
-
-
-def test_tied_weights_travel_once_and_stay_tied():
-    module = Tied()
-    layout = ModelLayout.of(module)
+    tied = Tied()
+    layout = ModelLayout.of(tied)
     assert [spec.name for spec in layout.parameters] == ["embedding.weight"]
-    layout.load(module, np.arange(15, dtype=np.float32))
-    assert module.head.weight is module.embedding.weight
-    assert module.head.weight[4, 2] == 14
-
-
-def test_two_parameters_in_one_memory_are_refused():
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    module[1].weight = nn.Parameter(module[0].weight.data)
-    with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight' share their memory"):
-        ModelLayout.of(module)
+    layout.load(tied, np.arange(15, dtype=np.float32))
+    assert tied.head.weight is tied.embedding.weight
+    assert tied.head.weight[4, 2] == 14
 
 
 def test_patterns_choose_parameters_by_name():
@@ -141,15 +123,19 @@ def test_half_precision_has_float32_masters_and_float64_is_not_narrowed(dtype, m
     np.testing.assert_array_equal(layout.flatten(module), rounded)
 
 
-def test_complex_and_missing_values_are_refused_by_name():
+def test_what_cannot_travel_is_refused_by_name():
     module = nn.Linear(2, 1)
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match="parameter 'phase' is complex64"):
-        ModelLayout.of(module)
-    with pytest.raises(ConfigError, match="'weight' has no values yet"):
-        ModelLayout.of(nn.LazyLinear(3))
-    with pytest.raises(ConfigError, match="statistics 'mean' is not one of average, local, frozen"):
-        ModelLayout.of(nn.Linear(2, 1), statistics="mean")
+    twins = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    twins[1].weight = nn.Parameter(twins[0].weight.data)
+    for made, options, message in (
+        (module, {}, "parameter 'phase' is complex64"),
+        (twins, {}, r"'0\.weight' and '1\.weight' share their memory"),
+        (nn.LazyLinear(3), {}, "'weight' has no values yet"),
+        (nn.Linear(2, 1), {"statistics": "mean"}, "'mean' is not one of average, local, frozen"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ModelLayout.of(made, **options)
 
 
 def test_another_architecture_with_equally_many_parameters_is_refused_by_name():

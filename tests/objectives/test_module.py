@@ -105,68 +105,83 @@ class Tied(nn.Module):
         return self.second(self.first(inputs).tanh())
 
 
-@pytest.mark.parametrize("scaling", ["mean", "sum"])
-@pytest.mark.parametrize("leading", [(), (4,), (2, 2)])
-def test_cnn_gradient_is_that_of_autograd(leading, scaling):
-    objective = cnn_objective(l2=0.1, scaling=scaling)
-    features, labels = make_samples(NUM_PIXELS, leading)
+def make_frozen():
+    module = make_cnn()
+    module[0].requires_grad_(False)
+    return module
+
+
+def make_evaluated():
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    module[1].running_mean += 1  # in evaluation mode it is used
+    return module.eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "leading", "scaling"),
+    [
+        *crossed([make_cnn], [(), (4,), (2, 2), (0,)], ["mean", "sum"]),
+        *((make, (2,), "mean") for make in (make_frozen, make_evaluated, Tied)),
+    ],
+)
+def test_gradients_are_those_of_autograd(make, leading, scaling):
+    torch.manual_seed(5)
+    module, is_cnn = make(), make in (make_cnn, make_frozen)
+    shape = {"input_shape": IMAGE} if is_cnn else {}
+    objective = Objective.from_module(module, l2=0.1, scaling=scaling, **shape)
+    features, labels = make_samples(NUM_PIXELS if is_cnn else 6, leading)
     params = objective.init_params(0)
     losses, gradients = objective.losses_and_gradients(params, features, labels)
+    assert losses.shape == leading
     assert gradients.shape == (*leading, objective.num_params)
     np.testing.assert_allclose(objective.losses(params, features, labels), losses, rtol=1e-12)
     predicted = objective.predict(params, features)
+    trained = {name: v for name, v in module.double().named_parameters() if v.requires_grad}
+    assert [name for name, _ in objective.layout] == list(trained)
     for client in np.ndindex(*leading):
-        module = make_cnn().double()
-        outputs = module(torch.from_numpy(features[client]).reshape(-1, *IMAGE))
+        inputs = torch.from_numpy(features[client])
+        outputs = module(inputs.reshape(-1, *IMAGE) if is_cnn else inputs)
         targets = torch.from_numpy(labels[client])
         by_hand = nn.functional.cross_entropy(outputs, targets, reduction=scaling)
-        by_hand = by_hand + 0.05 * sum(value.square().sum() for value in module.parameters())
-        by_hand.backward()
-        expected = torch.cat([value.grad.reshape(-1) for value in module.parameters()])
+        by_hand = by_hand + 0.05 * sum(value.square().sum() for value in trained.values())
+        expected = torch.autograd.grad(by_hand, list(trained.values()))
         assert losses[client] == pytest.approx(by_hand.item(), rel=1e-12)
-        assert_close(gradients[client], expected.numpy(), "float64")
+        flat = torch.cat([gradient.reshape(-1) for gradient in expected])
+        assert_close(gradients[client], flat.numpy(), "float64")
         np.testing.assert_array_equal(predicted[client], outputs.argmax(1).numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
 def test_results_are_of_the_kind_and_precision_that_came_in(kind, dtype):
     objective = cnn_objective(l2=0.1)
     features, labels = make_samples(NUM_PIXELS, (2,), dtype)
-    params = objective.init_params(0).astype(dtype)
-    arrays = params, features, labels
-    if kind == "torch":
-        arrays = tuple(map(torch.from_numpy, arrays))
+    arrays = tuple(map(kind, (objective.init_params(0).astype(dtype), features, labels)))
     losses, gradients = objective.losses_and_gradients(*arrays)
     predicted = objective.predict(*arrays[:2])
-    array_type = np.ndarray if kind == "numpy" else torch.Tensor
     for result in losses, gradients, predicted, objective.losses(*arrays):
-        assert isinstance(result, array_type)
+        assert type(result) is type(arrays[0])
     assert losses.dtype == gradients.dtype == arrays[0].dtype
     assert np.shape(predicted) == labels.shape
-    if kind == "torch":
-        assert not gradients.requires_grad
+    assert not getattr(gradients, "requires_grad", False)
+    params, features, labels = arrays
     loss, gradient = objective.losses_and_gradients(params, features[0], labels[0])
-    assert isinstance(loss, np.floating)
-    assert gradient.dtype == dtype
+    assert isinstance(loss, np.floating | torch.Tensor)
+    assert gradient.dtype == params.dtype
+
+
+def normalized(layer):
+    return nn.Sequential(nn.Linear(6, 4), layer, nn.Linear(4, 3))
 
 
 MODULES = {
-    "cnn": lambda: (make_cnn(), IMAGE),
-    "group norm": lambda: (
-        nn.Sequential(nn.Linear(6, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)),
-        None,
-    ),
-    "batch statistics": lambda: (
-        nn.Sequential(
-            nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)
-        ),
-        None,
-    ),
-    "recurrent": lambda: (Recurrent(), None),
-    "branching": lambda: (Branching(), None),
-    "counting": lambda: (Counting(), None),
-    "tied": lambda: (Tied(), None),
+    "cnn": make_cnn,
+    "group norm": lambda: normalized(nn.GroupNorm(2, 4)),
+    "batch statistics": lambda: normalized(nn.BatchNorm1d(4, track_running_stats=False)),
+    "recurrent": Recurrent,
+    "branching": Branching,
+    "counting": Counting,
+    "tied": Tied,
 }
 
 
@@ -174,8 +189,8 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_stacked_clients_equal_single_ones_up_to_rounding(name, dtype, caplog):
     caplog.set_level(logging.INFO, logger="aqg")
-    module, shape = MODULES[name]()
-    objective = Objective.from_module(module, input_shape=shape, l2=0.1)
+    shape = IMAGE if name == "cnn" else None
+    objective = Objective.from_module(MODULES[name](), input_shape=shape, l2=0.1)
     features, labels = make_samples(NUM_PIXELS if shape else 6, (4,), dtype)
     params = objective.init_params(0).astype(dtype)
     losses, gradients = objective.losses_and_gradients(params, features, labels)
@@ -234,17 +249,9 @@ def test_a_fault_of_the_module_is_no_reason_to_loop(caplog):
     assert not caplog.records
 
 
-def test_no_clients_have_no_losses():
-    objective = cnn_objective(l2=0.1)
-    features, labels = make_samples(NUM_PIXELS, (0,))
-    losses, gradients = objective.losses_and_gradients(objective.init_params(0), features, labels)
-    assert losses.shape == (0,)
-    assert gradients.shape == (0, objective.num_params)
-
-
 @pytest.mark.parametrize("name", ["cnn", "counting", "recurrent"])
 def test_the_callers_module_is_left_alone(name):
-    module, shape = MODULES[name]()
+    module, shape = MODULES[name](), IMAGE if name == "cnn" else None
     before = copy.deepcopy(module.state_dict())
     random_state = torch.get_rng_state()
     objective = Objective.from_module(module, input_shape=shape, reset=True)
@@ -266,30 +273,6 @@ def test_the_callers_module_is_left_alone(name):
     )
 
 
-def test_frozen_parameters_are_not_trained():
-    module = make_cnn()
-    module[0].requires_grad_(False)
-    objective = Objective.from_module(module, input_shape=IMAGE)
-    assert [name for name, _ in objective.layout] == ["2.weight", "2.bias", "5.weight", "5.bias"]
-    features, labels = make_samples(NUM_PIXELS)
-    _, gradient = objective.losses_and_gradients(objective.init_params(0), features, labels)
-    full = cnn_objective()
-    _, expected = full.losses_and_gradients(full.init_params(0), features, labels)
-    assert_close(gradient, expected[30:], "float64")
-
-
-def test_tied_weights_count_once():
-    module = Tied()
-    objective = Objective.from_module(module)
-    assert objective.layout == (("first.weight", (6, 6)),)
-    features, labels = make_samples(6)
-    _, gradient = objective.losses_and_gradients(objective.init_params(0), features, labels)
-    module.double()
-    outputs = module(torch.from_numpy(features))
-    nn.functional.cross_entropy(outputs, torch.from_numpy(labels)).backward()
-    assert_close(gradient, module.first.weight.grad.numpy().ravel(), "float64")
-
-
 def test_own_loss_and_single_output():
     def squared_hinge(outputs, labels):
         margins = outputs[:, 0] * (2 * labels - 1)
@@ -303,75 +286,56 @@ def test_own_loss_and_single_output():
     np.testing.assert_array_equal(objective.predict(np.array([0.5, -0.5]), features), [1, 0])
 
 
-def test_starts_from_the_modules_own_parameters():
+def test_starts_from_the_modules_own_parameters_or_from_drawn_ones():
     module = make_cnn()
-    expected = torch.cat([value.detach().reshape(-1) for value in module.parameters()])
+    own = torch.cat([value.detach().reshape(-1) for value in module.parameters()])
     objective = Objective.from_module(module, input_shape=IMAGE)
     for seed in 0, 1:
-        params = objective.init_params(seed)
-        assert params.dtype == np.float64
-        np.testing.assert_array_equal(params, expected.double().numpy())
-
-
-def test_reset_draws_parameters_from_the_seed_as_the_layers_do():
-    objective = Objective.from_module(make_cnn(), input_shape=IMAGE, reset=True)
+        np.testing.assert_array_equal(objective.init_params(seed), own.double().numpy())
+    objective = Objective.from_module(module, input_shape=IMAGE, reset=True)
     np.testing.assert_array_equal(objective.init_params(5), objective.init_params(5))
     assert (objective.init_params(5) != objective.init_params(6)).any()
     last_layer = objective.init_params(9)[-51:]
     assert 0.8 / np.sqrt(16) < np.abs(last_layer).max() <= 1 / np.sqrt(16)
 
 
-def test_read_only_and_strided_arrays():
+def test_arrays_of_any_kind_in_threads():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
-    expected = objective.losses_and_gradients(params, features, labels)[1]
+
+    def gradient(params, features=features):
+        return objective.losses_and_gradients(params, features, labels)[1]
+
+    starts = [params * scale for scale in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for found, start in zip(pool.map(gradient, starts), starts, strict=True):
+            np.testing.assert_array_equal(found, gradient(start))
+    expected = gradient(params)
     for array in params, features, labels:
         array.flags.writeable = False
     backwards = np.ascontiguousarray(features[::-1])[::-1]
     for same in features, backwards, np.asfortranarray(features):
-        found = objective.losses_and_gradients(params, same, labels)[1]
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(gradient(params, same), expected)
 
 
-def test_threads_do_not_disturb_each_other():
-    objective = cnn_objective()
-    features, labels = make_samples(NUM_PIXELS)
-    starts = [objective.init_params(0) * scale for scale in range(8)]
-
-    def gradient(params):
-        return objective.losses_and_gradients(params, features, labels)[1]
-
-    with ThreadPoolExecutor(4) as pool:
-        for found, params in zip(pool.map(gradient, starts), starts, strict=True):
-            np.testing.assert_array_equal(found, gradient(params))
+NESTED = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.25)))
+INSTANCE = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
 
 
-def test_batch_norm_in_evaluation_mode_uses_its_statistics():
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
-    module[1].running_mean += 1
-    module.eval()
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (NESTED, r"layer '1\.1', Dropout\(p=0\.25.*drops out at random"),
+        (Recurrent(num_layers=2, dropout=0.5), r"layer 'cells', LSTM.*drops out at random"),
+        (normalized(nn.BatchNorm1d(4)), "layer '1', .*updates running statistics"),
+        (normalized(INSTANCE), "layer '1', .*updates running statistics"),
+    ],
+)
+def test_layers_with_random_or_hidden_results_are_refused(module, message):
     objective = Objective.from_module(module)
-    features, labels = make_samples(6)
-    loss = objective.losses(objective.init_params(0), features, labels)
-    outputs = module.double()(torch.from_numpy(features))
-    expected = nn.functional.cross_entropy(outputs, torch.from_numpy(labels)).item()
-    assert loss == pytest.approx(expected, rel=1e-12)
-
-
-def test_layers_with_random_or_hidden_results_are_refused():
-    def gradient(module):
-        objective = Objective.from_module(module)
+    with pytest.raises(ConfigError, match=message):
         objective.losses_and_gradients(objective.init_params(0), *make_samples(6))
-
-    nested = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.25)))
-    with pytest.raises(ConfigError, match=r"layer '1\.1', Dropout\(p=0\.25.*drops out at random"):
-        gradient(nested)
-    with pytest.raises(ConfigError, match=r"layer 'cells', LSTM.*drops out at random"):
-        gradient(Recurrent(num_layers=2, dropout=0.5))
-    for norm in nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True):
-        with pytest.raises(ConfigError, match=r"layer '1', .*updates running statistics"):
-            gradient(nn.Sequential(nn.Linear(6, 4), norm))
 
 
 @pytest.mark.parametrize("leading", [(), (4,)])
@@ -385,35 +349,35 @@ def test_randomness_inside_forward_is_refused(leading):
     calm.losses_and_gradients(params, *make_samples(6, leading))
 
 
-NO_REDUCTION = nn.CrossEntropyLoss(reduction="none")
+LINEAR = nn.Linear(6, 3)
+
+
+def of_what_was_computed():
+    linear = nn.Linear(6, 3)
+    linear.result = linear.weight * 2  # torch cannot copy it
+    return linear
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "message"),
+    ("module", "options", "message"),
     [
-        (lambda: "cnn", {}, r"module is a str, not a torch\.nn\.Module"),
-        (lambda: nn.Linear(6, 3), {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
-        (lambda: nn.Linear(6, 3), {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
-        (lambda: nn.Linear(6, 3), {"input_shape": ()}, "is not a tuple of integers above 0"),
-        (lambda: nn.Linear(6, 3), {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
-        (nn.ReLU, {}, "ReLU has 0 parameters that require a gradient"),
+        ("cnn", {}, r"module is a str, not a torch\.nn\.Module"),
+        (LINEAR, {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
+        (LINEAR, {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
+        (LINEAR, {"input_shape": ()}, "is not a tuple of integers above 0"),
+        (LINEAR, {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
+        (nn.ReLU(), {}, "ReLU has 0 parameters that require a gradient"),
+        (of_what_was_computed(), {}, "Linear cannot be copied"),
         (
-            lambda: nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0),
+            nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0),
             {"reset": True},
             r"self_attn \(MultiheadAttention\) has none",
         ),
     ],
 )
-def test_bad_settings_are_named(make, options, message):
+def test_bad_settings_are_named(module, options, message):
     with pytest.raises(ConfigError, match=message):
-        Objective.from_module(make(), **options)
-
-
-def test_a_module_that_cannot_be_copied_is_named():
-    linear = nn.Linear(6, 3)
-    linear.result = linear.weight * 2  # torch cannot copy what was computed
-    with pytest.raises(ConfigError, match="Linear cannot be copied"):
-        Objective.from_module(linear)
+        Objective.from_module(module, **options)
 
 
 def test_bad_arguments_are_named():
@@ -431,7 +395,7 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             objective.losses_and_gradients(*arguments)
-    objective = Objective.from_module(nn.Linear(6, 3), NO_REDUCTION)
+    objective = Objective.from_module(LINEAR, nn.CrossEntropyLoss(reduction="none"))
     for leading in (), (2,):
         with pytest.raises(ConfigError, match=r"loss has shape \(9,\); it must be one number"):
             objective.losses(objective.init_params(0), *make_samples(6, leading))

@@ -68,16 +68,14 @@ def test_the_average_has_the_weights_of_the_clients():
         (3.0, upload(server, mean=1.0, batches=4)),
         (1.0, upload(server, mean=4.0, batches=9)),
     ]
-    server = server.step([(weight, server.read(frame)) for weight, frame in frames])
-    np.testing.assert_array_equal(server.buffers.values[7:10], 1.75)
-    assert server.buffers.counts.tolist() == [9]
-
-
-def test_a_client_that_sends_nothing_is_as_it_was():
-    server = shared()
+    after = server.step([(weight, server.read(frame)) for weight, frame in frames])
+    np.testing.assert_array_equal(after.buffers.values[7:10], 1.75)
+    assert after.buffers.counts.tolist() == [9]
     messages = [(1.0, server.read(upload(server, var=3.0))), (1.0, server.read(b""))]
+    # A client that sends nothing is as it was.
     np.testing.assert_array_equal(server.step(messages).buffers.values[10:13], 2.0)
     assert server.step([]) is server
+    assert upload(server) == b""
 
 
 def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models():
@@ -99,9 +97,7 @@ def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models():
     assert 1.5 < server.averaged.values[7] < 7.0
 
 
-def test_nothing_is_sent_where_nothing_changed():
-    server = shared()
-    assert upload(server) == b""
+def test_nothing_is_sent_where_there_is_nothing():
     layout = ModelLayout.of(nn.Linear(2, 2))
     plain = SharedStatistics.first(layout, layout.read_buffers(nn.Linear(2, 2)))
     assert plain.broadcast() == b""

@@ -69,22 +69,16 @@ def study(tmp_path):
     return tmp_path
 
 
-def test_a_study_has_a_panel_for_each_task(study):
+def test_a_study_has_a_panel_for_each_task_and_a_page_without_runs(study):
     found = of_studies([study])
     assert list(found) == [study]
     [panel] = found[study]
-    assert [(point.recipe, point.is_reached_by_all) for point in panel.points] == [
-        ("fedavg", True),
-        ("stc", False),
-    ]
+    reached = [(point.recipe, point.is_reached_by_all) for point in panel.points]
+    assert reached == [("fedavg", True), ("stc", False)]
     assert panel.points[0].x == [2.0, 1.0, 4.0]
     assert panel.points[1].x == [2.0, 2.0, 2.0]  # an interval of three runs says nothing
     assert panel.never == ("qsgd",)
-
-
-def test_a_study_without_runs_makes_a_page(study):
-    written = write_report([study], study / "report.html")
-    assert written == ([study / "report.html"], 0)
+    assert write_report([study], study / "report.html") == ([study / "report.html"], 0)
     assert "in the place of federated averaging" in (study / "report.html").read_text()
 
 

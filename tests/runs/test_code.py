@@ -62,14 +62,15 @@ def test_what_goes_wrong_is_one_line(file, rest, message):
 
 
 def test_a_file_that_fails_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.py' cannot be read: No such file"):
-        load_file(tmp_path / "nowhere.py")
-    (tmp_path / "bad.py").write_text("def f(:\n")
-    with pytest.raises(ConfigError, match=r"bad.py' cannot be run: SyntaxError"):
-        load_file(tmp_path / "bad.py")
-    (tmp_path / "raises.py").write_text("import nothing_of_this_name\n")
-    with pytest.raises(ConfigError, match="No module named 'nothing_of_this_name'"):
-        load_file(tmp_path / "raises.py")
+    for source, message in {
+        None: "own.py' cannot be read: No such file",
+        "def f(:\n": "own.py' cannot be run: SyntaxError",
+        "import nothing_of_this_name\n": "No module named 'nothing_of_this_name'",
+    }.items():
+        if source is not None:
+            (tmp_path / "own.py").write_text(source)
+        with pytest.raises(ConfigError, match=message):
+            load_file(tmp_path / "own.py")
 
 
 def test_a_changed_file_is_another_file(file):

@@ -7,51 +7,18 @@ import pytest
 
 from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients, Fixed
-from aqg.errors import ConfigError, RunError
+from aqg.errors import ConfigError
 from aqg.runs.config import names_step, parse_assignment, resolve, to_toml
-from aqg.runs.directory import read_toml
 
 
-def test_defaults_are_the_demo():
+def test_defaults_are_the_demo_and_steps_those_of_the_dataset():
     configs = resolve({})
     assert [config.recipe for config in configs] == ["auto", "gd", "laq"]
     assert {(c.dataset, c.partition, c.clients) for c in configs} == {("digits", "label", 10)}
-
-
-@pytest.mark.parametrize(("scaling", "alpha"), [("mean", 0.008), ("sum", 0.0015)])
-def test_step_size_follows_the_scaling(scaling, alpha):
-    (config,) = resolve({"dataset": "heterogeneous", "scaling": scaling, "recipe": "laq"})
-    assert config.alpha == alpha
+    for scaling, alpha in (("mean", 0.008), ("sum", 0.0015)):
+        (config,) = resolve({"dataset": "heterogeneous", "scaling": scaling, "recipe": "laq"})
+        assert config.alpha == alpha
     assert resolve({"dataset": "heterogeneous", "alpha": 1})[0].alpha == 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"colour": 1}, "unknown setting 'colour'; choose from recipe, bits"),
-        ({"dataset": "cifar"}, "unknown dataset 'cifar'; choose from digits, mnist, heterogeneous"),
-        ({"recipe": "lean,lean"}, "named twice"),
-        ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number"),
-        ({"alpha": float("nan")}, "alpha is nan"),
-        ({"alpha": "fast"}, "alpha is 'fast'; it must be a number"),
-        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and below 1"),
-        ({"bits": 17}, "bits is 17; it must be in 1..16"),
-        ({"scaling": "max"}, "unknown scaling 'max'; choose from mean, sum"),
-        ({"dtype": "float16"}, "unknown dtype 'float16'"),
-        ({"engine": "warp"}, "unknown engine 'warp'; choose from fast, reference"),
-        ({"engine": "reference", "device": "cuda"}, "reference engine runs on cpu only"),
-        ({"partition": "rings"}, "rings"),
-        ({"partition": "dirichlet:-1"}, "-1"),
-        ({"absences": [[1, 2]]}, "it must be a list of [client, first round, last round]"),
-        ({"absences": [[10, 1, 2]]}, "absent client is 10; it must be below 10"),
-        ({"plugins": ["/nowhere/x.py"]}, "'/nowhere/x.py' cannot be read"),
-    ],
-)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ConfigError) as caught:
-        resolve(settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_toml_round_trip():
@@ -67,31 +34,17 @@ def test_toml_round_trip():
     assert resolve(tomllib.loads(to_toml(configs[:1]))) == configs[:1]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("alpha=1e-3", ("alpha", 1e-3)),
-        ("model = mlp:20", ("model", "mlp:20")),
-        ("absences=[[1, 2, 3]]", ("absences", [[1, 2, 3]])),
-        ('recipe="lean"', ("recipe", "lean")),
-    ],
-)
-def test_assignments(text, expected):
-    assert parse_assignment(text) == expected
-
-
-@pytest.mark.parametrize("text", ["alpha", "=3", ""])
-def test_bad_assignments(text):
-    with pytest.raises(ConfigError, match="is not of the form key=value"):
-        parse_assignment(text)
-
-
-def test_config_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(RunError, match="cannot be read: No such file"):
-        read_toml(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("rounds = = 3")
-    with pytest.raises(RunError, match="is not valid TOML"):
-        read_toml(tmp_path / "bad.toml")
+def test_assignments():
+    for text, expected in {
+        "alpha=1e-3": ("alpha", 1e-3),
+        "model = mlp:20": ("model", "mlp:20"),
+        "absences=[[1, 2, 3]]": ("absences", [[1, 2, 3]]),
+        'recipe="lean"': ("recipe", "lean"),
+    }.items():
+        assert parse_assignment(text) == expected
+    for text in ("alpha", "=3", ""):
+        with pytest.raises(ConfigError, match="is not of the form key=value"):
+            parse_assignment(text)
 
 
 def test_plugins_add_recipes(tmp_path):
@@ -129,8 +82,6 @@ def test_a_step_that_sets_itself_has_averagings_step_as_its_scale():
     assert given.alpha == 0.3
     epochs = {"dataset": "digits", "batch_size": 20, "local_epochs": 2, "step": "auto"}
     assert resolve(epochs)[0].alpha == pytest.approx(0.1 * 2 * 8 / 10)  # 144 samples each
-    with pytest.raises(ConfigError, match="unknown step 'short'; choose from auto, fixed, dog"):
-        resolve({"step": "short"})
 
 
 def test_who_names_a_step(tmp_path):
@@ -142,3 +93,11 @@ def test_who_names_a_step(tmp_path):
     assert not names_step({"rounds": 3})
     file.write_text("SETTINGS = {'rounds': 3}\n")
     assert not names_step({"problem": f"{file}:make"})
+    for settings, message in (
+        ("{'colour': 1}", "unknown setting 'colour'"),
+        ("{'rounds': 'x'}", "rounds is 'x'; it must be a whole number"),
+        ("3", "SETTINGS in .* is 3; it must be a dict"),
+    ):
+        file.write_text(f"SETTINGS = {settings}\n")
+        with pytest.raises(ConfigError, match=message):
+            resolve({"problem": f"{file}:make"})

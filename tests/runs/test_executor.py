@@ -46,8 +46,8 @@ class Chain:
         self.results.append(result)
 
 
-def follow(plan, place, handle=lambda job, event: None):
-    events = []
+def follow(plan, place, handle=lambda job, event: None, events=None):
+    events = [] if events is None else events
 
     def take(job, event):
         events.append(event)
@@ -74,30 +74,18 @@ def give_seven(contact):
 
 
 def test_a_plan_is_asked_again_when_a_task_has_ended():
-    plan = Chain([give_seven, fail, refuse, give_seven])
+    plan = Chain([give_seven, fail, refuse, exit_at_once, give_seven])
     with Processes(2) as place:
         events = follow(plan, place)
-    assert [type(event) for event in events] == [
-        Started,
-        Done,
-        *[Started, Failed] * 2,
-        Started,
-        Done,
-    ]
-    assert [event.index for event in events] == [0, 0, 1, 1, 2, 2, 3, 3]
-    first, second, third, last = plan.results
+    pairs = [Started, Done, *[Started, Failed] * 3, Started, Done]
+    assert [type(event) for event in events] == pairs
+    assert [event.index for event in events] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    first, second, third, fourth, last = plan.results
     assert first == last == 7
     assert (type(second), str(second)) == (RunError, "ZeroDivisionError: no way")
     assert (type(third), str(third)) == (ConfigError, "rounds is 0; it must be at least 1")
-
-
-def test_a_process_that_dies_costs_its_task_and_no_other():
-    plan = Chain([exit_at_once, give_seven])
-    with Processes(1) as place:
-        events = follow(plan, place)
-    assert "exit code 3" in str(plan.results[0])
-    assert events[1].died
-    assert plan.results[1] == 7
+    assert "exit code 3" in str(fourth)
+    assert events[7].died
 
 
 @dataclass(frozen=True)
@@ -151,17 +139,11 @@ def interrupt(event_type):
 
 def test_the_first_interrupt_lets_tasks_save(tmp_path):
     plan = Chain([Saver(tmp_path / "saved"), give_seven])
-    before = signal.getsignal(signal.SIGINT)
-    seen = set()
-
-    def handle(job, event):
-        seen.add(type(event))
-        interrupt(Reported)(job, event)
-
+    before, events = signal.getsignal(signal.SIGINT), []
     with Processes(1) as place, pytest.raises(Interrupted):
-        follow(plan, place, handle)
+        follow(plan, place, interrupt(Reported), events)
     assert (tmp_path / "saved").read_text() == "saved"
-    assert seen >= {Started, Stopped}
+    assert {type(event) for event in events} >= {Started, Stopped}
     assert plan.results == []
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -170,16 +152,17 @@ def sleep(contact):
     time.sleep(60)
 
 
-def sleep_and_save(contact):
-    time.sleep(60)
+@dataclass(frozen=True)
+class SleepAndSave:
+    saves: ClassVar[bool] = True
 
-
-sleep_and_save.saves = True
+    def __call__(self, contact):
+        time.sleep(60)
 
 
 @pytest.mark.parametrize(
     ("task", "event_type", "error"),
-    [(sleep, Started, Interrupted), (sleep_and_save, Started | Stopping, KeyboardInterrupt)],
+    [(sleep, Started, Interrupted), (SleepAndSave(), Started | Stopping, KeyboardInterrupt)],
 )
 def test_tasks_that_do_not_save_and_second_interrupts_end_at_once(task, event_type, error):
     started = time.monotonic()

@@ -137,14 +137,8 @@ def test_checkpoints_take_a_tenth_of_the_time_at_most():
         now[0] += seconds
         return checkpoints.is_due()
 
-    def save_for(seconds):
-        checkpoints.time(lambda: after(seconds))
-
-    assert not after(5)
-    assert after(0.1)
-    save_for(0.2)
-    assert not after(4.9)
-    assert after(0.2)
-    save_for(3)
-    assert not after(29)
-    assert after(2)
+    assert [after(5), after(0.1)] == [False, True]
+    checkpoints.time(lambda: after(0.2))
+    assert [after(4.9), after(0.2)] == [False, True]
+    checkpoints.time(lambda: after(3))
+    assert [after(29), after(2)] == [False, True]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.errors import ConfigError
 from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.runs.config import resolve
@@ -138,11 +137,6 @@ def test_a_noisy_curve_is_judged_by_its_mean():
         endings.append(judge.ending)
     assert endings == [None] * 5 + ["reached"]
     assert judge.cost.rounds == 4 == goal.first_reached(values) + 1
-
-
-def test_what_cannot_be_validated():
-    with pytest.raises(ConfigError, match="with target_kind residual"):
-        make_config(target_kind="residual")
 
 
 def test_loss_on_the_validation_set():

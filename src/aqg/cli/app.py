@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from rich.text import Text
 from aqg import __version__
 from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, progress_bars, say
-from aqg.cli.options import TheoryOptions, takes
+from aqg.cli.options import DemoOptions, TheoryOptions, takes
 from aqg.cli.run import run_command
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
@@ -93,11 +94,10 @@ app.command("run")(takes(*_SETTINGS)(run_command))
 @app.command()
 def recipes() -> None:
     """List the recipes, a line each."""
-    rows = []
-    for entry in RECIPES.values():
-        options = "".join(f" [{name}={value:g}]" for name, value in entry.options.items())
-        rows.append((entry.name, entry.summary + options))
-    _print_lines(rows)
+    _print_lines(
+        (entry.name, entry.summary + "".join(f" [{k}={v:g}]" for k, v in entry.options.items()))
+        for entry in RECIPES.values()
+    )
 
 
 @app.command()
@@ -116,8 +116,6 @@ def _print_lines(rows: Iterable[tuple[str, str]]) -> None:
 
 app.command()(takes("dataset", "model", "problem", "init")(studies.sweep))
 app.add_typer(flower_app)
-
-
 app.command()(takes("problem", "dataset", "model")(studies.compare))
 
 
@@ -166,12 +164,9 @@ def theory(options: TheoryOptions) -> None:
     from aqg.contrib.advice import advise, sentences, survey
 
     directory, data_dir = options.directory, options.data_dir
-    settings = options.settings(directory)
-    console = Console(stderr=options.as_json)
-    if directory is not None:
-        configs = read_configs(directory, settings, data_dir)
-    else:
-        configs = resolve(settings, data_dir)
+    settings, console = options.settings(directory), Console(stderr=options.as_json)
+    read = resolve if directory is None else partial(read_configs, directory)
+    configs = read(settings, data_dir)
     with console.status(f"Loading {configs[0].data_name} ..."):
         problem = build_problem(configs[0], data_dir)
     with console.status("Measuring the curvature of the loss ..."):
@@ -180,8 +175,7 @@ def theory(options: TheoryOptions) -> None:
     for one in configs:
         trace, end = None, None
         if directory is not None and problem.objective.convex:
-            num_rounds = min(one.rounds, options.rounds or one.rounds)
-            trace, end = _follow(console, one, problem, num_rounds)
+            trace, end = _follow(console, one, problem, options.rounds or one.rounds)
         advice = advise(one, problem.num_clients, landscape, trace, end)
         found.append(advice.row)
         if not options.as_json:
@@ -193,14 +187,14 @@ def theory(options: TheoryOptions) -> None:
 
 
 def _follow(
-    console: Console, config: RunConfig, problem: Problem, num_rounds: int
+    console: Console, config: RunConfig, problem: Problem, most_rounds: int
 ) -> tuple[LyapunovTrace, Curvature | None]:
     """Repeat the run, whose directory holds losses but no models; return V, and where it ended."""
     from aqg.contrib.theory import local_curvature, watch_run
 
     minimum = find_minimum(config, problem)
     recipe = make_recipe(config.recipe, config.bits, config.max_staleness)
-    simulation = make_simulation(config, problem)
+    simulation, num_rounds = make_simulation(config, problem), min(config.rounds, most_rounds)
     with Progress(console=console, transient=True) as bars:
         task = bars.add_task(f"Repeating {config.recipe}", total=num_rounds)
         given = problem.num_clients, minimum or 0.0, widest_weights(recipe), config.alpha
@@ -220,14 +214,8 @@ def _flower() -> None:
 
 
 @flower_app.command()
-def demo(
-    nodes: Annotated[int, typer.Option(help="How many SuperNodes.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How many rounds.")] = 20,
-    recipe: Annotated[str, typer.Option(help="See `aqg recipes`.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Makes a run repeatable.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory for results (new or empty).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@takes()
+def demo(options: DemoOptions) -> None:
     """Train on digits in Flower's own simulation on this machine, and count every byte.
 
     All processes end with the command, also on Ctrl-C.
@@ -236,18 +224,20 @@ def demo(
         raise ConfigError("aqg flower needs the package flwr: pip install 'aqg[flower,sim]'")
     from aqg.flower.demo import Demo
 
-    console = Console(stderr=as_json)
-    with output_directory(out, "flower") as directory:
-        running = Demo(directory=directory, nodes=nodes, rounds=rounds, recipe=recipe, seed=seed)
+    make_recipe(options.recipe)  # or say what is wrong with it
+    console = Console(stderr=options.as_json)
+    with output_directory(options.out, "flower") as directory:
+        chosen = {name: getattr(options, name) for name in ("nodes", "rounds", "recipe", "seed")}
+        running = Demo(directory=directory, **chosen)
         rows = running.byte_table(_train(console, running))
         summary = running.summary()
-    if as_json:
+    if options.as_json:
         studies.print_json({**summary, "nodes": rows, "directory": str(directory)})
         return
     found = read_metrics(summary)
     metrics = [f"{metric_title(m)} {m.format(found[m.name])}" for m in measured([summary])]
     console.print(
-        f"\nLoss {summary['final_loss']:.4f} after {rounds} rounds, {', '.join(metrics)}."
+        f"\nLoss {summary['final_loss']:.4f} after {options.rounds} rounds, {', '.join(metrics)}."
     )
     console.print(_byte_table(rows).to_terminal())
     console.print(
@@ -275,10 +265,8 @@ def _byte_table(nodes: list[dict[str, int]]) -> Table:
     counts = [[node[name] for name in names] for node in nodes]
     counts.append([sum(column) for column in zip(*counts, strict=True)])
     rows = []
-    labels = [*(str(node["node"]) for node in nodes), "all"]
-    for label, (uploads, *sizes) in zip(labels, counts, strict=True):
-        *_, total, plain = sizes
-        ratio = f"{plain / total:.3g}×" if total else "-"
-        rows.append((label, str(uploads), *map(format_bytes, sizes), ratio))
+    for label, (uploads, *sizes) in zip([*(n["node"] for n in nodes), "all"], counts, strict=True):
+        ratio = f"{sizes[-1] / sizes[-2]:.3g}×" if sizes[-2] else "-"
+        rows.append((str(label), str(uploads), *map(format_bytes, sizes), ratio))
     header = ("node", "uploads", "up", "down", "total", "as float32", "smaller")
     return Table("nodes", "Nodes", "", header, tuple(rows), num_labels=1)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -19,7 +20,7 @@ from aqg.runs import loop
 from aqg.runs.cost import BYTES
 from aqg.runs.directory import read_metrics
 from aqg.runs.executor import Done, Event, Failed, Reported, Started, Stopping
-from aqg.runs.plan import Compiling, Job, StudyPlan
+from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.table import Table, format_bytes
 
 Row: TypeAlias = Mapping[str, Any]
@@ -94,16 +95,15 @@ def result_table(results: Sequence[Row], width: int | None = None, *left_out: st
     baselines = [row for row in results if row["recipe"] in BASELINES]
     columns = columns_of(results, *left_out)
     versus = [f"vs {baseline['recipe']}" for baseline in baselines]
-    rows = tuple(
-        (
-            row["recipe"],
-            *("diverged" if row["diverged"] and c is columns[0] else c.cell(row) for c in columns),
-            *(_saving(row["total_bytes"], baseline["total_bytes"]) for baseline in baselines),
-        )
-        for row in results
-    )
+    rows = []
+    for row in results:
+        cells = [column.cell(row) for column in columns]
+        if row["diverged"]:
+            cells[0] = "diverged"
+        savings = (_saving(row["total_bytes"], baseline["total_bytes"]) for baseline in baselines)
+        rows.append((row["recipe"], *cells, *savings))
     header = ("recipe", *(column.title for column in columns), *versus)
-    table = Table("runs", "Runs", DIRECTIONS_NOTE, header, rows, num_labels=1)
+    table = Table("runs", "Runs", DIRECTIONS_NOTE, header, tuple(rows), num_labels=1)
     if width is not None and Console(width=1000).measure(table.to_terminal()).maximum > width:
         return result_table(results, None, "bits/param")
     return table
@@ -123,22 +123,20 @@ class Shown(NamedTuple):
 
 def columns_of(rows: Sequence[Row], *left_out: str) -> list[Shown]:
     """Return what tables show of runs, but for columns with these titles: the loss comes first."""
-
-    def metric_column(metric: Metric) -> Shown:
-        title = metric_title(metric)
-        return Shown(title, lambda row: read_metrics(row).get(metric.name), metric.format)
-
     columns = [
         Shown("final loss", itemgetter("final_loss"), "{:.6f}".format),
-        *map(metric_column, measured(rows)),
+        *(Shown(metric_title(m), partial(_metric_of, m.name), m.format) for m in measured(rows)),
         Shown("uploads", itemgetter("uploads"), "{:,.0f}".format),
         Shown("bits/param", itemgetter("bits_per_param"), "{:,.0f}".format),
+        *(Shown(t, itemgetter(name), _size) for t, name in zip(DIRECTIONS, BYTES, strict=True)),
     ]
-    for title, name in zip(DIRECTIONS, BYTES, strict=True):
-        columns.append(Shown(title, itemgetter(name), _size))
     if any("simulated_seconds" in row for row in rows):
         columns.append(Shown("time", lambda row: row.get("simulated_seconds"), "{:,.1f} s".format))
     return [column for column in columns if column.title not in left_out]
+
+
+def _metric_of(name: str, row: Row) -> float | None:
+    return read_metrics(row).get(name)
 
 
 def _size(mean: float) -> str:
@@ -177,11 +175,7 @@ def measured(rows: Iterable[Row]) -> list[Metric]:
 
 
 def metric_title(metric: Metric) -> str:
-    """Return the heading of a metric's column.
-
-    >>> metric_title(named_metric("accuracy")), metric_title(named_metric("largest_error"))
-    ('test acc', 'test largest error')
-    """
+    """Return the heading of a metric's column."""
     return "test acc" if metric.name == "accuracy" else f"test {metric.name.replace('_', ' ')}"
 
 
@@ -242,13 +236,7 @@ def _target_cost(group: Sequence[Row]) -> str:
 
 
 def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> str:
-    """Write the mean and, where values differ, the smallest and the largest.
-
-    >>> _spread([1.0, 2.0, 6.0], "{:.1f}".format)
-    '3.0<br>1.0..6.0'
-    >>> _spread([2.0], "{:.1f}".format), _spread([None], "{:.1f}".format)
-    ('2.0', '-')
-    """
+    """Write the mean and, where values differ, the smallest and the largest."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -280,7 +268,7 @@ class Overview:
         self._console, self._plan = console, plan
         self._num_ended = 0
         self._started = time.monotonic()
-        self._compiles = False
+        self._said: set[str] = set()
         self._bytes: dict[int, int] = {}
         self._lines: dict[int, TaskID] = {}
         times = rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn()
@@ -304,10 +292,10 @@ class Overview:
             case Started(index) if job is not None:
                 add = self._run_lines.add_task
                 self._lines[index] = add(job.name, total=job.config.rounds, loss="-", size="-")
-            case Reported(_, Compiling()):
-                if not self._compiles:
-                    self._compiles = True
-                    say(self._console, Compiling.text)
+            case Reported(_, str(text)):
+                if text not in self._said:
+                    self._said.add(text)
+                    say(self._console, text)
             case Reported(index, progress):
                 self._run_lines.update(self._lines[index], **_state(progress))
                 self._count_bytes({index: progress.cost.total_bytes})

@@ -3,16 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from aqg.data.datasets import ENVIRONMENT_VARIABLE
 from aqg.errors import ConfigError
 from aqg.runs.config import guard_file, named_settings
 from aqg.runs.directory import CONFIG, read_toml
-from aqg.settings import RunSettings, Setting, setting, table, types
+from aqg.settings import FROM_0, FROM_1, RunSettings, Setting, check_bounds, setting, table, types
 
 ARGUMENT, _OWN = "argument", "A task of your own"
 
@@ -21,24 +22,27 @@ ARGUMENT, _OWN = "argument", "A task of your own"
 @dataclass(frozen=True, kw_only=True)
 class Given:
     flags: Mapping[str, Any] = field(default_factory=dict)  # settings that have an option
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Given):
     data_dir: Path | None = setting(None, "Where datasets are kept.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions(Given):
-    jobs: int | None = setting(None, "Runs at a time; one per core by default.")
+class StudyOptions(DataOptions):
+    jobs: int | None = setting(None, "Runs at a time; one per core by default.", bound=FROM_1)
     cluster: str | None = setting(None, "Run on the Ray cluster there.", metavar="ADDRESS")
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Given):
+class Options(DataOptions):
     as_json: bool = setting(False, "Print one JSON object.", key="--json")
     allow_code: bool = setting(False,
-        "Run Python files that only a file or --resume names.", key="--allow-code")
+        "Run Python files that only a file or --resume names.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +73,18 @@ class TheoryOptions(ConfigOptions):
     directory: Path | None = setting(None,
         "A directory of `aqg run`: its rounds are repeated and the Lyapunov function is followed.",
         ARGUMENT, metavar="[RUNDIR]")
-    rounds: int | None = setting(None, "Follow a run for this many rounds at most.")
+    rounds: int | None = setting(None,
+        "Follow a run for this many rounds at most.", bound=FROM_1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Given):
+    nodes: int = setting(3, "How many SuperNodes.", bound=FROM_1)
+    rounds: int = setting(20, "How many rounds.", bound=FROM_1)
+    recipe: str = setting("auto", "See `aqg recipes`.")
+    seed: int = setting(0, "Makes a run repeatable.", bound=FROM_0)
+    out: Path | None = setting(None, "Directory for results (new or empty).")
+    as_json: bool = setting(False, "Print one JSON object.", key="--json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +99,7 @@ class SweepOptions(Options, StudyOptions):
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions(StudyOptions):
     quick: bool = setting(False,
-        "Shortened for a laptop: minutes on two cores.", key="--quick")
+        "Shortened for a laptop: minutes on two cores.")
     out: Path | None = setting(None,
         "Directory for runs, tables and pictures; goes on with what is there. runs/reproduce or "
         "runs/reproduce-quick by default.")
@@ -131,8 +144,8 @@ class CompareOptions(Options, StudyOptions):
         "How clients receive the model; what suits each recipe by default.",
         metavar="auto|full|exact|condensed")
     search: bool = setting(False,
-        "Find every recipe's best step and parameters first, on seed 0.", key="--search")
-    quick: bool = setting(False, "One seed, and a small part of the search.", key="--quick")
+        "Find every recipe's best step and parameters first, on seed 0.")
+    quick: bool = setting(False, "One seed, and a small part of the search.")
     saved: Path | None = setting(None,
         "Run nothing: show what is finished in this directory.", key="--from")
     tuned: Path | None = setting(None,
@@ -154,10 +167,17 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
 
     def decorate(run: Callable[[Any], Result]) -> Callable[..., Result]:
         kind: Any = get_type_hints(run)["options"]
-        hints, defaults = types(kind), {each.name: each.default for each in fields(kind)}
-        options = {n: (_option(n, row, hints[n]), defaults[n]) for n, row in table(kind).items()}
-        rows, hints = table(RunSettings), types(RunSettings)
-        options |= {name: (_setting_option(rows[name], hints[name]), None) for name in settings}
+        rows, hints, flag_hints = table(RunSettings), types(kind), types(RunSettings)
+        parameters = [
+            _parameter(each.name, table(kind)[each.name], hints[each.name], each.default)
+            for each in fields(kind)
+            if each.name in table(kind)
+        ]
+        # One that is not given stays None, and is not shown with a default.
+        parameters += [
+            _parameter(name, replace(rows[name], key=""), flag_hints[name] | None)
+            for name in settings
+        ]
 
         @functools.wraps(run)
         def command(**values: Any) -> Result:
@@ -165,12 +185,6 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
             flags = {name: value for name, value in given.items() if value is not None}
             return run(kind(flags=flags, **values))
 
-        parameters = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
-            )
-            for name, (hint, default) in options.items()
-        ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
         return command
@@ -178,19 +192,21 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
     return decorate
 
 
-def _option(name: str, row: Setting, hint: Any) -> Any:
+def _parameter(name: str, row: Setting, hint: Any, default: Any = None) -> inspect.Parameter:
+    """Return an option or an argument as typer reads it."""
+    metavar = "|".join(row.bound) if isinstance(row.bound, tuple) else row.metavar
+    how: Any
     if row.group == ARGUMENT:
-        return Annotated[hint, typer.Argument(metavar=row.metavar, help=row.help)]
-    shown: Any = {"metavar": row.metavar, "help": row.help, "rich_help_panel": row.group or None}
-    if name == "data_dir":
-        shown["envvar"] = "AQG_DATA_DIR"
-    return Annotated[hint, typer.Option(*([row.key] if row.key else []), **shown)]
-
-
-def _setting_option(row: Setting, hint: Any) -> Any:
-    choices = "|".join(row.bound) if isinstance(row.bound, tuple) else None
-    metavar = row.metavar or choices
-    option = typer.Option(
-        metavar=metavar, help=row.help, rich_help_panel=row.group, show_default=False
-    )
-    return Annotated[hint if type(None) in get_args(hint) else hint | None, option]
+        how = typer.Argument(metavar=metavar, help=row.help)
+    else:
+        key = row.key or (f"--{name.replace('_', '-')}" if hint is bool else "")
+        how = typer.Option(
+            *([key] if key else []),
+            metavar=metavar,
+            help=row.help,
+            rich_help_panel=row.group or None,
+            envvar=ENVIRONMENT_VARIABLE if name == "data_dir" else None,
+            show_default=default is not None,
+        )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, how])

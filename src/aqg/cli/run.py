@@ -26,7 +26,7 @@ from aqg.runs.config import RunConfig, names_step, resolve, to_toml
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY, create_directory, output_directory
 from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
-from aqg.runs.plan import Compiling
+from aqg.runs.plan import COMPILING
 from aqg.runs.setup import find_minimum, load_problem, try_out
 from aqg.sim.backends import check_device
 from aqg.sim.problem import Problem
@@ -74,7 +74,7 @@ def run_command(options: RunOptions) -> None:
     """
     with (
         _planned(options) as plan,
-        when_compiling(lambda: print(Compiling.text, file=sys.stderr, flush=True)),
+        when_compiling(lambda: print(COMPILING, file=sys.stderr, flush=True)),
     ):
         _carry_out(plan, options)
 

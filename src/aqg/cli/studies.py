@@ -197,8 +197,8 @@ def _guard(file: Path, document: Mapping[str, Any], options: SweepOptions) -> No
     """Refuse a grid that would run code which the command line does not name."""
     grid = document.get("grid")
     parts = [part for part in _parts(document) if part is not grid]
-    for key, values in grid.items() if isinstance(grid, dict) else ():
-        parts += [{key: value} for value in values] if isinstance(values, list) else []
+    if isinstance(grid, dict):
+        parts += [{k: v} for k, values in grid.items() if isinstance(values, list) for v in values]
     for part in parts:
         refuse_unnamed_code(part, options.flags, allowed=options.allow_code, where=repr(str(file)))
 
@@ -236,8 +236,8 @@ def compare(options: CompareOptions) -> int:
     named = contest_tasks.parse_tasks(options.task) if options.task or not own else ()
     tasks, lines = contest_tasks.available(contest_tasks.in_order((*named, *own)), options.data_dir)
     seeds = options.seeds if options.seeds is not None else 1 if options.quick else _SEEDS
-    recipes, downlink = parse_recipes(options.recipes), options.downlink or AUTO
-    comparison = contest.Comparison(tasks, recipes, seeds, options.search, options.quick, downlink)
+    how = seeds, options.search, options.quick, options.downlink or AUTO
+    comparison = contest.Comparison(tasks, parse_recipes(options.recipes), *how)
     with output_directory(options.out, "compare") as directory:
         create = partial(comparison.write, directory, is_new=True)
         return _compare(console, options, comparison, comparison, directory, lines, create)
@@ -335,11 +335,9 @@ def _show_comparison(
     shown = {cell.task for cell in cells}
     for task in comparison.tasks:
         if task.name not in shown and task.goal.target is None:
-            say(
-                console,
-                f"{task.name} has no target yet, as federated averaging's search is not over or "
-                f"fails; aqg compare --resume {directory} goes on with it",
-            )
+            reason = "as federated averaging's search is not over or fails"
+            again = f"aqg compare --resume {directory} goes on with it"
+            say(console, f"{task.name} has no target yet, {reason}; {again}")
     say(console, f"Picture: {directory / contest_table.PICTURE}")
     say(console, f"Results: {directory}")
     if any((directory / contest.safe(task.name)).is_dir() for task in comparison.tasks):
@@ -361,11 +359,10 @@ def reproduce(options: ReproduceOptions) -> int:
             )
         show_results(console, outcomes.read_results(options.saved))
         return 0
-    scale = QUICK if options.quick else FULL
-    name = "reproduce-quick" if options.quick else "reproduce"
+    scale, name = (QUICK, "reproduce-quick") if options.quick else (FULL, "reproduce")
     directory = options.out or Path("runs") / name
-    best = "cuda" if visible_gpus() else "cpu"
-    plan = make_plan(scale, options.device or best, parse_sections(options.only))
+    device = options.device or ("cuda" if visible_gpus() else "cpu")
+    plan = make_plan(scale, device, parse_sections(options.only))
     if options.missing is not None:
         plan = outcomes.missing_from(options.missing, plan)
     code = run_plan(console, options, plan, directory)

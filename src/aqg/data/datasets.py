@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.errors import ConfigError, DataError
+from aqg.errors import DataError
+from aqg.settings import require_choice
 
 ENVIRONMENT_VARIABLE = "AQG_DATA_DIR"
 _ELSEWHERE = f"choose a data directory with --data-dir or {ENVIRONMENT_VARIABLE}"
@@ -161,11 +162,10 @@ class Dataset:
         if (self.test_features is None) != (self.test_labels is None):
             raise DataError(f"dataset {self.name!r} has test features or test labels, not both")
         if self.test_features is not None and self.test_labels is not None:
-            _check_samples(
-                f"{self.name} (test)", self.test_features, self.test_labels, self.num_classes
-            )
-            pairs = (self.features, self.test_features), (self.labels, self.test_labels)
-            for what, (train, test) in zip(("features", "labels"), pairs, strict=True):
+            name = f"{self.name} (test)"
+            _check_samples(name, self.test_features, self.test_labels, self.num_classes)
+            features, labels = (self.features, self.test_features), (self.labels, self.test_labels)
+            for what, (train, test) in (("features", features), ("labels", labels)):
                 if train.shape[1:] != test.shape[1:]:
                     raise DataError(
                         f"dataset {self.name!r} has {what} of shape {train.shape}, and of shape "
@@ -331,17 +331,10 @@ def is_dataset_file(name: str) -> bool:
 
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """Load a dataset by name, or from a file whose name ends in ``.npz``.
-
-    >>> load_dataset("digits").num_classes
-    10
-    """
+    """Load a dataset by name, or from a file whose name ends in ``.npz``."""
     if is_dataset_file(name):
         return read_dataset(Path(name).expanduser())
-    if name not in DATASETS:
-        raise ConfigError(
-            f"unknown dataset {name!r}; choose one of {', '.join(DATASETS)}, or a file FILE.npz"
-        )
+    require_choice("dataset", name, DATASETS, "or FILE.npz")
     return DATASETS[name][1](data_dir)
 
 

@@ -37,12 +37,6 @@ class DataShape:
 
     @staticmethod
     def of(dataset: Dataset) -> DataShape:
-        """Look at a dataset.
-
-        >>> from aqg.data import load_dataset
-        >>> DataShape.of(load_dataset("digits"))
-        DataShape(input_shape=(64,), target_shape=(), num_classes=10, num_tokens=0)
-        """
         parts = (dataset.features, dataset.labels, dataset.test_features, dataset.test_labels)
         whole = [int(p.max()) for p in parts if p is not None and p.dtype.kind in "iu"]
         num_tokens = 1 + max(whole) if dataset.features.dtype.kind in "iu" else 0
@@ -51,11 +45,7 @@ class DataShape:
 
 
 def is_module(spec: str) -> bool:
-    """Tell whether a model is a torch module: built in, or made by a function in a file.
-
-    >>> is_module("resnet8:norm=batch"), is_module("models.py:make"), is_module("mlp:200")
-    (True, True, False)
-    """
+    """Tell whether a model is a torch module: built in, or made by a function in a file."""
     return spec.partition(":")[0] in MODULES or Code.parse(spec) is not None
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 POLICIES = ("average", "local", "frozen")
 """What becomes of statistics: averaged by the server, kept by each client, or left as they are."""
-
-
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 """How the buffers of normalization layers are called, where there is no module to look at."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -76,14 +74,24 @@ class ModelLayout:
 
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module")
-        _check_materialized(module)
+        for name, value in tensors_of(module).items():
+            if torch.nn.parameter.is_lazy(value) or value.is_meta:
+                raise ConfigError(
+                    f"parameter {name!r} has no values yet; call the module once before"
+                )
         trainable = {k: v for k, v in module.named_parameters() if v.requires_grad}
         model = type(module).__name__
         if not trainable:
             raise ConfigError(f"{model} has 0 parameters that require a gradient")
         state = module.state_dict(keep_vars=True)
         buffers = {name: value for name, value in module.named_buffers() if name in state}
-        tracked, chosen = _normalization_buffers(module), (include, exclude, statistics)
+        tracked = {
+            f"{path}.{name}".removeprefix(".")
+            for path, layer in module.named_modules()
+            if getattr(layer, "track_running_stats", False)
+            for name, _ in layer.named_buffers(recurse=False)
+        }
+        chosen = include, exclude, statistics
         layout = cls._of_rows(model, _rows(trainable), _rows(buffers), tracked, *chosen)
         owners: dict[int, str] = {}
         for spec in layout.parameters:
@@ -214,8 +222,12 @@ class ModelLayout:
         flat = np.empty(self.num_params, self.dtype)
         for spec in self.parameters:
             flat[spec.place] = to_numpy(tensors[spec.name]).reshape(-1)
-        if finite:
-            self.require_finite(flat)
+        for spec in self.parameters if finite else ():
+            if bad := int(np.count_nonzero(~np.isfinite(flat[spec.place]))):
+                raise ConfigError(
+                    f"parameter {spec.name!r} {spec.shape} holds NaN or infinity in {bad} of "
+                    f"{spec.size} values"
+                )
         return flat
 
     def load(self, module: nn.Module, params: FloatArray) -> None:
@@ -225,15 +237,6 @@ class ModelLayout:
             )
         self.check(module)
         write_tensors(module, self.parameters, params)
-
-    def require_finite(self, params: FloatArray) -> None:
-        for spec in self.parameters:
-            bad = int(np.count_nonzero(~np.isfinite(params[spec.place])))
-            if bad:
-                raise ConfigError(
-                    f"parameter {spec.name!r} {spec.shape} holds NaN or infinity in {bad} of "
-                    f"{spec.size} values"
-                )
 
     def read_buffers(self, module: nn.Module) -> Buffers:
         return self.buffers_of(tensors_of(module))
@@ -273,23 +276,6 @@ def _patterns(
                 f"such as {', '.join(names[:3])}"
             )
     return patterns
-
-
-def _check_materialized(module: nn.Module) -> None:
-    from torch import nn
-
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer) or value.is_meta:
-            raise ConfigError(f"parameter {name!r} has no values yet; call the module once before")
-
-
-def _normalization_buffers(module: nn.Module) -> set[str]:
-    names = set()
-    for path, layer in module.named_modules():
-        if getattr(layer, "track_running_stats", False):
-            prefix = f"{path}." if path else ""
-            names |= {prefix + name for name, _ in layer.named_buffers(recurse=False)}
-    return names
 
 
 class TensorSpec(NamedTuple):

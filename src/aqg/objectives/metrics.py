@@ -5,7 +5,6 @@ they make no sense, such as the accuracy of a regression, and say so.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,24 +74,19 @@ def make_metrics(
     """Return metrics given by name, as functions, or both.
 
     A function is named after itself, or by its key in a mapping.
-
-    >>> [metric.name for metric in make_metrics("accuracy,perplexity")]
-    ['accuracy', 'perplexity']
-    >>> [metric.name for metric in make_metrics({"bias": lambda o, t: float((o - t).mean())})]
-    ['bias']
     """
     if isinstance(given, Mapping):
-        chosen = [Metric(name, whole=function) for name, function in given.items()]
+        given = [Metric(name, whole=function) for name, function in given.items()]
     elif isinstance(given, str):
-        chosen = [_one(name.strip()) for name in given.split(",") if name.strip()]
+        given = [name.strip() for name in given.split(",") if name.strip()]
     elif isinstance(given, Metric) or callable(given):
-        chosen = [_one(given)]
-    else:
-        chosen = [_one(metric) for metric in given]
-    for name, count in Counter(metric.name for metric in chosen).items():
-        if count > 1:
-            raise ConfigError(f"metric {name!r} is named twice")
-    return tuple(chosen)
+        given = [given]
+    chosen: dict[str, Metric] = {}
+    for metric in map(_one, given):
+        if metric.name in chosen:
+            raise ConfigError(f"metric {metric.name!r} is named twice")
+        chosen[metric.name] = metric
+    return tuple(chosen.values())
 
 
 def _one(given: str | Metric | Function) -> Metric:

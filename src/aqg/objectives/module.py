@@ -144,9 +144,8 @@ class ModuleObjective(Objective):
         Where clients send exact gradients, on all their samples, such a layer would fill their
         memory with noise. Where they train on minibatches, noise is the normal case.
         """
-        for path, layer in () if self._is_repeatable else self.module.named_modules():
-            if not layer.training:
-                continue
+        training = ((path, layer) for path, layer in self.module.named_modules() if layer.training)
+        for path, layer in () if self._is_repeatable else training:
             what = type(layer).__name__ if "\n" in repr(layer) else repr(layer)
             where = f"layer {path!r}, {what}," if path else what
             rate = layer.p if isinstance(layer, _DROPOUTS) else getattr(layer, "dropout", 0.0)
@@ -221,10 +220,7 @@ class ModuleObjective(Objective):
     def _outputs(self, flat: Tensor, inputs: Tensor) -> Iterator[Any]:
         for part in torch.split(inputs, _MEASURED_AT_ONCE):
             with LOCK, torch.no_grad():
-                yield self._call(flat, self._measured(flat), part, training=False)
-
-    def _measured(self, flat: Tensor) -> State:
-        return self._state(flat, None if self.carrier is None else self.carrier.evaluation())
+                yield self._call(flat, self._measured_state(flat), part, training=False)
 
     def _stacked(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, differentiate: bool
@@ -233,7 +229,7 @@ class ModuleObjective(Objective):
         chunk = _STACK_BYTES // max(1, inputs[0].nbytes)
         if chunk < 2:
             return self._each(flat, inputs, labels, differentiate)
-        state = self._state(flat) if differentiate else self._measured(flat)
+        state = self._state(flat) if differentiate else self._measured_state(flat)
 
         def loss(params: Tensor, client: Tensor, client_labels: Tensor) -> Tensor:
             mine = {name: value.clone() for name, value in state.items()}
@@ -283,6 +279,9 @@ class ModuleObjective(Objective):
     ) -> Tensor:
         loss = self._loss(self._call(flat, state, inputs, training=training), labels)
         return loss * len(labels) if self.scaling == "sum" else loss
+
+    def _measured_state(self, flat: Tensor) -> State:
+        return self._state(flat, None if self.carrier is None else self.carrier.evaluation())
 
     def _state(self, flat: Tensor, buffers: Buffers | None = None) -> State:
         """Return buffers, fresh copies that a call may change, and frozen parameters.

@@ -5,7 +5,6 @@ Curves of a group are the median and the extremes over seeds, thinned to what a 
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import BYTES
+from aqg.runs.directory import finite_or_none
 from aqg.runs.table import records_to_csv, write_csv
 from aqg.sim.record import DROPPED
 
@@ -94,11 +94,6 @@ def combine(curves: Sequence[Points]) -> Band | None:
     Between its points a run's curve is straight. A run that has ended keeps its last value; one
     that has not counts only as far as it came. Where all have ended, the group's curve ends at the
     median of what they cost. None where there is no point at all.
-
-    >>> band = combine([Points(np.array([0.0, 2]), np.array([4.0, 1])),
-    ...                 Points(np.array([0.0, 2]), np.array([6.0, 3]))])
-    >>> band.x, band.median, band.low
-    (array([0., 2.]), array([5., 2.]), array([4., 1.]))
     """
     curves = [_without_repeats(curve) for curve in curves if len(curve.x)]
     if not curves:
@@ -138,14 +133,7 @@ def thin(band: Band, limit: int) -> Band:
 
 
 def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
-    """Return which points of a curve to keep; see `thin`.
-
-    >>> x = np.arange(1000.0)
-    >>> y = np.where(x == 321, -5.0, 0.0)
-    >>> kept = thin_indices(x, y, 100)
-    >>> len(kept) <= 102, 0 in kept, 999 in kept, 321 in kept
-    (True, True, True, True)
-    """
+    """Return which points of a curve to keep; see `thin`."""
     if len(x) <= limit:
         return np.arange(len(x))
     num_bins = max(1, limit // 4)
@@ -190,11 +178,7 @@ class Activity(NamedTuple):
 
 
 def bin_edges(length: int, max_bins: int) -> Counts:
-    """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size.
-
-    >>> bin_edges(3, 10), bin_edges(10, 4)
-    (array([0, 1, 2, 3]), array([ 0,  2,  5,  7, 10]))
-    """
+    """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size."""
     num_bins = min(length, max_bins)
     if num_bins == 0:
         return np.zeros(1, np.int64)
@@ -243,7 +227,7 @@ def result_of(run: Run) -> dict[str, Any]:
     target = (run.summary or {}).get("target")
     target = target if isinstance(target, dict) else {}
     kind = run.config.get("target_kind", "residual")
-    reached = {f"target_{name}": _finite(target.get(name)) for name in BYTES}
+    reached = {f"target_{name}": finite_or_none(target.get(name)) for name in BYTES}
     return {
         "finished": run.summary is not None,
         "diverged": run.diverged,
@@ -254,8 +238,8 @@ def result_of(run: Run) -> dict[str, Any]:
         "final_loss": _last(run, "loss"),
         "residual": _last(run, "residual"),
         "metrics": {name: _last(run, name) for name in run.metrics},
-        "target": _finite(run.config.get("target")) if kind == "residual" else None,
-        "target_rounds": _finite(target.get("reached_round")),
+        "target": finite_or_none(run.config.get("target")) if kind == "residual" else None,
+        "target_rounds": finite_or_none(target.get("reached_round")),
         **reached,
         "faults": len(run.faults),
     }
@@ -268,23 +252,14 @@ def _last(run: Run, metric: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def _finite(value: object) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 def spread(values: Sequence[float]) -> list[float]:
     return [float(np.median(values)), float(min(values)), float(max(values))]
 
 
 def spread_of_known(values: Iterable[float | None]) -> list[float] | None:
-    """Return median, smallest and largest; None unless all are known.
-
-    >>> spread_of_known([1.0, 4.0, 2.0]), spread_of_known([1.0, None])
-    ([2.0, 1.0, 4.0], None)
-    """
-    values = list(values)
-    known = [value for value in values if value is not None]
-    return spread(known) if len(known) == len(values) else None
+    """Return median, smallest and largest; None unless all are known."""
+    known = list(values)
+    return None if None in known else spread(known)  # type: ignore[arg-type]
 
 
 def summary_csv(runs: Sequence[Run]) -> str:
@@ -349,10 +324,10 @@ def clients_csv(runs: Sequence[Run]) -> str:
     for run in runs:
         unknown = [None] * run.widths.shape[1]
         totals = (run.client_upload_bytes, run.client_download_bytes)
-        known = [unknown if found is None else found.tolist() for found in totals]
-        for client, sizes in enumerate(zip(*known, strict=True)):
-            total = None if None in sizes else sum(sizes)
-            rows.append((run.name, run.recipe, run.seed, client, *sizes, total))
+        known = (unknown if found is None else found.tolist() for found in totals)
+        for client, (up, down) in enumerate(zip(*known, strict=True)):
+            total = None if up is None or down is None else up + down
+            rows.append((run.name, run.recipe, run.seed, client, up, down, total))
     return write_csv(["run", "recipe", "seed", "client", *BYTES], rows)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aqg.errors import RunError
+from aqg.objectives.metrics import Metric
 from aqg.report.curves import described, metric_names, result_of, run_points, spread, test_title
 from aqg.report.pictures import grid, png
 from aqg.report.runs import Comparison, Group, Run, setting_text
@@ -81,23 +82,23 @@ def of_runs(comparison: Comparison) -> list[Panel]:
     for members in problems.values():
         if len({comparison.groups[index].label for index in members}) < 2:
             continue
-        for measure in _measures(comparison.runs):
-            panel = _compare({index: comparison.groups[index] for index in members}, *measure)
+        metrics = [described(name, comparison.runs) for name in metric_names(comparison.runs)]
+        for metric in (None, *metrics):  # the loss first
+            panel = _compare({index: comparison.groups[index] for index in members}, metric)
             if panel is not None:
                 panels.append(panel if len(problems) > 1 else replace(panel, title=""))
     return panels[:_MOST_PANELS]
 
 
-def _measures(runs: Sequence[Run]) -> list[tuple[str, int, bool]]:
-    """Return names, 1 where lower is better and -1 where higher is, and which are shares."""
-    known = [described(name, runs) for name in metric_names(runs)]
-    known = [metric for metric in known if metric.higher_is_better is not None]
-    found = [(m.name, -1 if m.higher_is_better else 1, m.is_percent) for m in known]
-    return [("loss", 1, False), *found]
-
-
-def _compare(groups: Mapping[int, Group], name: str, sign: int, is_percent: bool) -> Panel | None:
-    level = _target(groups.values()) if name == "loss" else None
+def _compare(groups: Mapping[int, Group], metric: Metric | None) -> Panel | None:
+    """Compare groups by a metric, or by the loss; None where nobody can say who is better."""
+    name, sign, is_percent = "loss", 1, False
+    if metric is not None:
+        name, sign = metric.name, -1 if metric.higher_is_better else 1
+        is_percent = metric.is_percent
+        if metric.higher_is_better is None:
+            return None
+    level = _target(groups.values()) if metric is None else None
     if level is not None:
         goal = f"loss is within {level:g} of its minimum"
         name = "residual"
@@ -105,7 +106,7 @@ def _compare(groups: Mapping[int, Group], name: str, sign: int, is_percent: bool
         level = _common_level(groups.values(), name, sign, is_percent)
         if level is None:
             return None
-        title = name if name == "loss" else test_title(name)
+        title = name if metric is None else test_title(name)
         side = "at least" if sign < 0 else "at most"
         goal = f"{title} is {side} " + (f"{level:.1%}" if is_percent else f"{level:.4g}")
     points, never = [], []

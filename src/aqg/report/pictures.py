@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aqg.report import curves
-from aqg.report.runs import COLORS, Comparison, Group, Run
+from aqg.report.runs import COLORS, Comparison, Group, Run, widths_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,8 +36,7 @@ def draw_pictures(comparison: Comparison) -> dict[str, bytes]:
         pictures[file] = _draw_curves(comparison, [name])
     shown = [group for group in comparison.groups if group.runs[0].widths.size][:_MAX_PANELS]
     if shown:
-        widths = sorted({int(w) for g in shown for w in np.unique(g.runs[0].widths) if w > 0})
-        colors = _width_colors(widths)
+        colors = _width_colors(widths_of(group.runs[0] for group in shown))
         pictures["widths.png"] = _draw_groups(shown, 2.2, colors, _draw_widths, {})
         quiet = {"skipped": _SKIPPED, "dropped out": _AWAY}
         pictures["clients.png"] = _draw_groups(shown, 2.4, colors, _draw_clients, quiet)

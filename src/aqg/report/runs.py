@@ -4,7 +4,6 @@ Runs that differ in the seed only are one group; what else differs tells groups 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,13 +83,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run in the directories given, each once, in a stable order."""
     found: dict[Path, str] = {}
     for path in paths:
-        for directory in find_runs(path):
-            place = directory.resolve()
-            inside = directory.relative_to(path)
-            name = "/".join((path.resolve().name, *inside.parts))
-            found.setdefault(place, name)
-    runs = [read_run(place, name) for place, name in found.items()]
-    return _share_minima(runs)
+        for run in find_runs(path):
+            name = "/".join((path.resolve().name, *run.relative_to(path).parts))
+            found.setdefault(run.resolve(), name)
+    return _share_minima([read_run(place, name) for place, name in found.items()])
 
 
 def holds_runs(path: Path) -> bool:
@@ -124,34 +120,23 @@ def _find_below(path: Path, depth: int) -> list[Path]:
     runs = [run for child in children if depth > 0 for run in _find_below(child, depth - 1)]
     if not runs and (path / CONFIG).is_file() and "recipe" in read_config(path):
         return [path]  # about to start; other programs have a file of that name, too
-    if order := _stored_order(path):
-
-        def positions(run: Path) -> list[int]:
-            config = read_config(run)
-            values = [(config.get(name), choices) for name, choices in order.items()]
-            return [choices.index(v) if v in choices else len(choices) for v, choices in values]
-
-        runs.sort(key=positions)
-    return runs
-
-
-def _stored_order(path: Path) -> dict[str, list[Any]]:
-    """Return the settings that a comparison or a sweep varies, with their values in order."""
-    varied: Any = {}
+    varied: Any = {}  # by the comparison or sweep, with values in order
     if (path / GRID).is_file():
         varied = read_toml(path / GRID).get("grid")
     elif (path / CONFIG).is_file():
         varied = {"recipe": read_config(path).get("recipe")}
-    rows = varied.items() if isinstance(varied, dict) else ()
-    return {name: values for name, values in rows if isinstance(values, list)}
+    order = varied.items() if isinstance(varied, dict) else ()
+
+    def positions(run: Path) -> list[int]:
+        config = read_config(run)
+        lists = [(config.get(name), choices) for name, choices in order if type(choices) is list]
+        return [choices.index(v) if v in choices else len(choices) for v, choices in lists]
+
+    return sorted(runs, key=positions) if order else runs
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that counts numbers as numbers.
-
-    >>> sorted(["seed-10", "seed-9", "seed-1"], key=natural_key)
-    ['seed-1', 'seed-9', 'seed-10']
-    """
+    """Return a sort key that counts numbers as numbers."""
     parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
 
@@ -185,6 +170,11 @@ def read_run(path: Path, name: str) -> Run:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         file = str(path / ROUNDS)
         raise RunError(f"{file!r} holds a line that is not a round: {what}") from None
+
+
+def widths_of(runs: Iterable[Run]) -> list[int]:
+    """Return the bits per parameter that uploads have, in order."""
+    return sorted({int(width) for run in runs for width in np.unique(run.widths) if width > 0})
 
 
 def readable(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,13 +230,12 @@ def _client_bytes(
 
 
 def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
-    def is_extra(key: str, value: Any) -> bool:
-        is_known = key in _KNOWN_KEYS or key.startswith(METRIC_PREFIX)
-        return isinstance(value, int | float) and not is_known
-
-    others = [{k: value for k, value in row.items() if is_extra(k, value)} for row in rows]
-    names = dict.fromkeys(name for row in others for name in row)
-    return {name: _numbers(row.get(name) for row in others) for name in names}
+    others = [
+        {k: value for k, value in row.items() if isinstance(value, int | float)} for row in rows
+    ]
+    names = dict.fromkeys(name for row in others for name in row if name not in _KNOWN_KEYS)
+    extras = [name for name in names if not name.startswith(METRIC_PREFIX)]
+    return {name: _numbers(row.get(name) for row in others) for name in extras}
 
 
 def _faults(row: Mapping[str, Any]) -> Iterator[Fault]:
@@ -263,8 +252,7 @@ def _minimum(summary: Mapping[str, Any] | None) -> float | None:
     loss, residual = ((summary or {}).get(name) for name in ("final_loss", "residual"))
     if not isinstance(loss, int | float) or not isinstance(residual, int | float):
         return None
-    minimum = float(loss - residual)
-    return minimum if math.isfinite(minimum) else None
+    return stored.finite_or_none(float(loss - residual))
 
 
 def _share_minima(runs: Sequence[Run]) -> list[Run]:
@@ -273,10 +261,7 @@ def _share_minima(runs: Sequence[Run]) -> list[Run]:
     def problem_of(run: Run) -> str:
         return _text({key: value for key, value in run.config.items() if key != "recipe"})
 
-    known: dict[str, float] = {}
-    for run in runs:
-        if run.minimum is not None:
-            known.setdefault(problem_of(run), run.minimum)
+    known = {problem_of(run): run.minimum for run in reversed(runs) if run.minimum is not None}
     return [
         run if run.minimum is not None else replace(run, minimum=known.get(problem_of(run)))
         for run in runs
@@ -288,7 +273,8 @@ COLORS = (
     *("#332288", "#882255", "#999933", "#00A9B5"),
 )
 """The first eight are told apart with any color vision (after Okabe and Ito)."""
-_RESERVED = ("lean", "gd", "laq", "aqg-2", "aqg", "qgd", "lag", "qsgd")
+_LOOKS_KNOWN = ("lean", "gd", "laq", "aqg-2", "aqg", "qgd", "lag", "qsgd")
+_RESERVED = {name: color for color, name in enumerate(_LOOKS_KNOWN)}
 """Recipes that look the same in every report, if nobody else has taken their color."""
 _LEADING = ("dataset", "partition", "model", "clients", "dropout")
 
@@ -352,28 +338,22 @@ def compare(runs: Iterable[Run]) -> Comparison:
 def telling_settings(runs: Sequence[Run]) -> tuple[str, ...]:
     """Choose settings that, with the recipe, tell all runs apart; none that adds nothing."""
     names = dict.fromkeys((*_LEADING, *(name for run in runs for name in run.config)))
-    chosen = ["recipe"]
-    most = len({run.recipe for run in runs})
+    chosen, most = ["recipe"], len({run.recipe for run in runs})
     for name in names:
         asked = (*chosen, name)
         distinct = len({_text([run.config.get(key) for key in asked]) for run in runs})
         if name not in ("recipe", "seed") and distinct > most:
-            chosen.append(name)
-            most = distinct
+            chosen, most = [*asked], distinct
     return tuple(chosen[1:])
 
 
 def assign_colors(recipes: Sequence[str]) -> dict[str, int]:
-    """Give every recipe an index into `COLORS`: no two the same before all are in use.
-
-    >>> assign_colors(["gd", "own", "lean:xi=0.5"])
-    {'gd': 1, 'own': 2, 'lean:xi=0.5': 0}
-    """
+    """Give every recipe an index into `COLORS`: no two the same before all are in use."""
     colors: dict[str, int] = {}
     for recipe in recipes[: len(COLORS)]:
-        name = recipe.partition(":")[0]
-        if name in _RESERVED and _RESERVED.index(name) not in colors.values():
-            colors[recipe] = _RESERVED.index(name)
+        color = _RESERVED.get(recipe.partition(":")[0])
+        if color is not None and color not in colors.values():
+            colors[recipe] = color
     for position, recipe in enumerate(recipes):
         free = [index for index in range(len(COLORS)) if index not in colors.values()]
         colors.setdefault(recipe, free[0] if free else position % len(COLORS))

@@ -26,7 +26,7 @@ from aqg.report import curves
 from aqg.report import runs as grouping
 from aqg.report.curves import spread_of_known, test_title
 from aqg.report.frontier import Panel, of_runs, of_studies
-from aqg.report.runs import COLORS, Comparison, Fault, Group, Run, setting_text
+from aqg.report.runs import COLORS, Comparison, Group, Run, setting_text
 from aqg.runs.cost import BYTES
 from aqg.runs.files import explained, write_atomically
 from aqg.runs.table import format_bytes
@@ -56,7 +56,6 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
     extras = _telling_extras(runs)
     all_extras = dict.fromkeys(name for run in runs for name in run.extras)
     position = {id(run): index for index, run in enumerate(runs)}
-    widths = sorted({int(width) for run in runs for width in np.unique(run.widths) if width > 0})
     return {
         "title": title(comparison) or "Recipes in the place of federated averaging",
         "facts": facts(comparison) if runs else [f"{len(panels)} tasks", f"{len(colors)} recipes"],
@@ -68,7 +67,7 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
         ],
         "telling": list(comparison.telling),
         "target": common(curves.result_of(run)["target"] for run in runs),
-        "widths": widths,
+        "widths": grouping.widths_of(runs),
         "metrics": [_metric(name, runs) for name in curves.metric_names(runs)],
         "extras": extras,
         "never": [name for name in all_extras if name not in extras],
@@ -86,13 +85,16 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
 
 def _telling_extras(runs: Sequence[Run]) -> list[str]:
     """Return the extra numbers that are not zero throughout, those that change first."""
-    found: dict[str, list[NDArray[np.float64]]] = {}
+    known: dict[str, NDArray[np.float64]] = {}
     for run in runs:
-        for name, values in run.extras.items():
-            found.setdefault(name, []).append(values[np.isfinite(values)])
-    known = {name: np.concatenate(parts) for name, parts in found.items()}
+        for name, values in _finite(run).items():
+            known[name] = np.append(known.get(name, ()), values)
     names = [name for name, values in known.items() if values.any()]
     return sorted(names, key=lambda name: bool((known[name] == known[name][0]).all()))
+
+
+def _finite(run: Run) -> dict[str, NDArray[np.float64]]:
+    return {name: values[np.isfinite(values)] for name, values in run.extras.items()}
 
 
 def _group(
@@ -182,11 +184,7 @@ def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
             "download": _per_client(run.client_download_bytes, activity.clients),
         },
         "faults": [[f.round, f.client] for f in run.faults[:_MAX_MARKED_FAULTS]],
-        "extras": {
-            name: _sum_up(values[np.isfinite(values)])
-            for name, values in run.extras.items()
-            if np.isfinite(values).any()
-        },
+        "extras": {name: _sum_up(known) for name, known in _finite(run).items() if known.size},
     }
 
 
@@ -208,13 +206,11 @@ def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
 def _faults(runs: Iterable[Run]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        by_text: dict[str, list[Fault]] = {}
-        for fault in run.faults:
-            by_text.setdefault(fault.text, []).append(fault)
-        for text, own in by_text.items():
-            row = {"run": index, "text": text, "count": len(own), "first": own[0].round}
+        for text in dict.fromkeys(fault.text for fault in run.faults):
+            own = [fault for fault in run.faults if fault.text == text]
             who = sorted({fault.client for fault in own})[:20]
-            rows.append(row | {"who": who, "last": own[-1].round})
+            row = {"run": index, "text": text, "count": len(own), "who": who}
+            rows.append(row | {"first": own[0].round, "last": own[-1].round})
     return rows[:_MAX_FAULT_ROWS]
 
 
@@ -256,16 +252,18 @@ def facts(comparison: Comparison) -> list[str]:
     """Return what all runs share, in a few words each."""
     runs = comparison.runs
     words = {"model": "{}", "clients": "{} clients", "partition": "{} split"}
-    shared = []
-    for name, text in (words | {"dropout": "dropout {}"}).items():
-        value = common(run.config.get(name) for run in runs)
-        if value != 0 and setting_text(value) not in _NAMELESS:
-            shared.append(text.format(setting_text(value)))
+    words["dropout"] = "dropout {}"
+    shared = {text: common(run.config.get(name) for run in runs) for name, text in words.items()}
+    told = [
+        text.format(setting_text(value))
+        for text, value in shared.items()
+        if value != 0 and setting_text(value) not in _NAMELESS
+    ]
     lengths = [len(run.rounds) for run in runs] or [0]
     unfinished = sum(run.summary is None for run in runs)
     return [
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}",
-        *shared,
+        *told,
         f"{_range(lengths, '{:,}'.format)} rounds",
         *([f"{unfinished} not finished"] if unfinished else []),
     ]
@@ -309,19 +307,12 @@ def _range(values: Sequence[float], write: Callable[[float], str]) -> str:
 
 def common(values: Iterable[Any]) -> Any:
     """Return the one value that all share, or None."""
-    distinct: list[Any] = []
-    for value in values:
-        if value not in distinct:
-            distinct.append(value)
-    return distinct[0] if len(distinct) == 1 else None
+    first, *others = [*values] or [None]
+    return first if all(value == first for value in others) else None
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as in a sentence.
-
-    >>> join_words(["lean"]), join_words(["lean", "gd", "laq"])
-    ('lean', 'lean, gd and laq')
-    """
+    """Join words as in a sentence."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from aqg.core.downlink import resolve_downlink
 from aqg.core.optimizers import Adam, make_optimizer
@@ -31,8 +31,6 @@ from aqg.sim.training import Dropout, LocalTraining, Training
 from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))
-NUM_SAMPLES = {"digits": 1442, "mnist": 60_000, "heterogeneous": 2314}
-"""Training samples of the datasets by name."""
 _LOCAL = ("batch_size", "local_steps", "local_epochs", "local_rate")
 """The settings of `LocalTraining`, in its order."""
 
@@ -104,11 +102,7 @@ class RunConfig(RunSettings):
 
     @property
     def title(self) -> str:
-        """What is learned by whom, in a few words.
-
-        >>> resolve({})[0].title
-        'softmax on digits, 10 clients, label split'
-        """
+        """What is learned by whom, in a few words."""
         learned = self.problem or self.model
         code = Code.parse(learned)
         learned = learned if code is None else code.short
@@ -156,56 +150,64 @@ def _check_names(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"unknown setting {unknown[0]!r}; choose from {', '.join(SETTINGS)}")
 
 
-def _typed(name: str, value: Any) -> Any:
-    return typed(RunSettings, name, value)
-
-
 def read_stored(settings: Mapping[str, Any]) -> RunConfig:
     """Read back a config that was stored whole; no file that it names is opened, no code is run."""
     _check_names(settings)
-    return RunConfig(**{name: _typed(name, value) for name, value in settings.items()})
+    return RunConfig(**{name: typed(RunSettings, name, v) for name, v in settings.items()})
 
 
-def averaging_step(settings: Mapping[str, Any], num_samples: int | None) -> float:
-    """Return ``η·K/M``, where a client with the mean number of samples takes ``K`` local steps."""
-    values = (_typed(name, settings.get(name, getattr(RunConfig, name))) for name in _LOCAL)
-    local = LocalTraining(*values)
-    clients: int = max(1, _typed("clients", settings["clients"]))
-    num_steps = local.num_steps(max(1, round((num_samples or clients) / clients)))
-    return local.rate * num_steps / clients
+class DatasetFacts(NamedTuple):
+    """What is set by default for a dataset that has a name; steps are for so many clients."""
+
+    num_samples: int
+    settings: dict[str, Any]
+    step_sizes: dict[str, float]  # by scaling, for gradients on all samples
 
 
-DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
-    "mnist": {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
-    "heterogeneous": {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
+DATASET_FACTS = {
+    "digits": DatasetFacts(
+        1442,
+        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
+        {"mean": 0.1, "sum": 0.0007},
+    ),
+    "mnist": DatasetFacts(
+        60_000,
+        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
+        {"mean": 0.02, "sum": 3e-6},
+    ),
+    "heterogeneous": DatasetFacts(
+        2314,
+        {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
+        {"mean": 0.008, "sum": 0.0015},
+    ),
 }
-STEP_SIZES: dict[str, dict[str, float]] = {
-    "digits": {"mean": 0.1, "sum": 0.0007},
-    "mnist": {"mean": 0.02, "sum": 3e-6},
-    "heterogeneous": {"mean": 0.008, "sum": 0.0015},
-}
-"""For the default number of clients."""
 OWN = "custom"
 """Stands for dataset, partition and model where a function makes the whole problem."""
 _OWN_ROUNDS = 100
 _OWN_CLIENTS = 10
 ADAM_STEP_SIZE = 0.01
 """Adam's steps have this length per coordinate, whatever the data and the number of clients."""
+_OF_EXACT_GRADIENTS = {"batch_size": None, "local_steps": 1, "local_epochs": None}
+"""With these, clients send gradients on all their samples; a dataset's step is for them."""
+
+
+@functools.lru_cache(maxsize=8)
+def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
+    return peek(Path(dataset))
 
 
 def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with the defaults of a dataset by name or file, and of the model."""
     dataset = settings.get("dataset", "digits")
-    if isinstance(dataset, str) and is_dataset_file(dataset):
+    defaults: dict[str, Any]
+    step_sizes: dict[str, float]
+    if is_dataset_file(dataset):
         facts = _peek(dataset, file_digest(Path(dataset)))
-        defaults: dict[str, Any] = {
-            "partition": "iid" if facts.num_clients is None else "natural",
-            "clients": _OWN_CLIENTS,
-            "rounds": _OWN_ROUNDS,
-            "dtype": "float32",
-        }
-        if settings.get("partition", defaults["partition"]) == "natural":
+        num_samples, step_sizes = facts.num_samples, {}
+        split = "iid" if facts.num_clients is None else "natural"
+        defaults = {"partition": split, "clients": _OWN_CLIENTS, "rounds": _OWN_ROUNDS}
+        defaults["dtype"] = "float32"
+        if settings.get("partition", split) == "natural":
             defaults["clients"] = facts.num_clients or _OWN_CLIENTS
         if facts.has_classes:
             defaults["model"] = "softmax"
@@ -216,20 +218,21 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
     else:
         require_choice("dataset", dataset, DATASETS, "or FILE.npz")
-        facts, defaults = None, DATASET_DEFAULTS[dataset]
+        num_samples, defaults, step_sizes = DATASET_FACTS[dataset]
     merged = {"dataset": dataset, **defaults, **settings}
-    model = merged["model"]
-    if isinstance(model, str) and is_module(model):
+    if is_module(merged["model"]):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
     if "alpha" not in merged:
         is_exact = all(merged.get(name, v) == v for name, v in _OF_EXACT_GRADIENTS.items())
-        if facts is None and not is_module(_typed("model", model)) and is_exact:
-            step_size = _dataset_step_size(merged)
+        if step_sizes and is_exact and not is_module(merged["model"]):
+            scaling = merged.get("scaling", "mean")
+            require_choice("scaling", scaling, step_sizes)
+            step_size = step_sizes[scaling]
+            if scaling == "mean":  # over the clients, mean losses are summed
+                step_size = step_size * defaults["clients"] / max(1, merged["clients"])
         else:
-            num_samples = NUM_SAMPLES[dataset] if facts is None else facts.num_samples
-            num_samples = _typed("samples", merged.get("samples")) or num_samples
-            step_size = averaging_step(merged, num_samples)
-        merged["alpha"] = _default_step_size(merged, step_size)
+            step_size = averaging_step(merged, merged.get("samples") or num_samples)
+        merged["alpha"] = _of_optimizer(merged, step_size)
     return merged
 
 
@@ -250,42 +253,31 @@ def problem_defaults(settings: Mapping[str, Any], data_dir: Path | None) -> dict
     merged |= _OF_A_PROBLEM
     require_choice("dtype", merged["dtype"], ("float32", "float64"))
     if "clients" not in merged or "alpha" not in merged:
-        made = make_own_problem(problem, 0, _typed("dtype", merged["dtype"]), data_dir)
+        made = make_own_problem(problem, 0, merged["dtype"], data_dir)
         merged.setdefault("clients", made.num_clients)
         step_size = averaging_step(merged, sum(len(client.labels) for client in made.clients))
-        merged.setdefault("alpha", _default_step_size(merged, step_size))
+        merged.setdefault("alpha", _of_optimizer(merged, step_size))
     return merged
 
 
-_OF_EXACT_GRADIENTS = {"batch_size": None, "local_steps": 1, "local_epochs": None}
-"""With these, clients send gradients on all their samples; a dataset's step is for them."""
+def averaging_step(settings: Mapping[str, Any], num_samples: int) -> float:
+    """Return ``η·K/M``, where a client with the mean number of samples takes ``K`` local steps."""
+    local = LocalTraining(*(settings.get(name, getattr(RunConfig, name)) for name in _LOCAL))
+    clients = max(1, settings["clients"])
+    return local.rate * local.num_steps(max(1, round(num_samples / clients))) / clients
 
 
-def _default_step_size(settings: Mapping[str, Any], step_size: float) -> float:
+def _of_optimizer(settings: Mapping[str, Any], step_size: float) -> float:
     """Adapt the step size of plain gradient descent to the optimizer.
 
     With momentum a direction moves the model by ``α/(1-β)`` in all; the default keeps that as long
     as without. Where clients are sampled, their directions are old as well, and old directions
     with momentum oscillate: the step is shortened by the fraction sampled.
     """
-    optimizer = make_optimizer(_typed("optimizer", settings.get("optimizer", "sgd")))
-    step_size *= optimizer.fresh_share
-    if isinstance(optimizer, Adam):
-        step_size = ADAM_STEP_SIZE
-    if optimizer.fresh_share < 1:
-        step_size *= _typed("participation", settings.get("participation", 1.0))
-    return step_size
-
-
-def _dataset_step_size(settings: Mapping[str, Any]) -> float:
-    """Scale the dataset's step size to the number of clients, over whom mean losses are summed."""
-    dataset, scaling = settings["dataset"], settings.get("scaling", "mean")
-    require_choice("scaling", scaling, ("mean", "sum"))
-    step_size = STEP_SIZES[dataset][scaling]
-    clients: int = _typed("clients", settings["clients"])
-    if scaling == "sum" or clients < 1:
-        return step_size
-    return step_size * int(DATASET_DEFAULTS[dataset]["clients"]) / clients
+    optimizer = make_optimizer(settings.get("optimizer", "sgd"))
+    step_size = ADAM_STEP_SIZE if isinstance(optimizer, Adam) else step_size * optimizer.fresh_share
+    shortened = settings.get("participation", 1.0) if optimizer.fresh_share < 1 else 1.0
+    return step_size * shortened
 
 
 def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[RunConfig, ...]:
@@ -296,23 +288,29 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
 
     >>> [config.recipe for config in resolve({"recipe": "lean,gd"})]
     ['lean', 'gd']
-    >>> resolve({"rounds": -5})
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: rounds is -5; it must be at least 1
     """
     _check_names(settings)
-    settings = {name: located(name, value) for name, value in settings.items()}
+    settings = {name: located(name, value) for name, value in _all_typed(settings).items()}
     is_own = settings.get("problem") is not None
     merged = problem_defaults(settings, data_dir) if is_own else dataset_defaults(settings)
-    merged.setdefault("recipe", "auto,gd,laq")
-    recipes = merged.pop("recipe")
-    names = [name.strip() for name in (recipes.split(",") if isinstance(recipes, str) else recipes)]
+    names = merged.pop("recipe", ["auto", "gd", "laq"])
     if len(set(names)) < len(names):
         raise ConfigError(f"a recipe is named twice in {','.join(names)}")
     merged["files"] = _noted_files(merged)
-    checked = {name: _typed(name, value) for name, value in merged.items()}
-    load_plugins(checked.get("plugins", ()))
-    return tuple(RunConfig(recipe=_typed("recipe", name), **checked) for name in names)
+    load_plugins(merged.get("plugins", ()))
+    return tuple(RunConfig(recipe=name, **merged) for name in names)
+
+
+def _all_typed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as the table has them, but several recipes may be named."""
+    found = {name: typed(RunSettings, name, v) for name, v in settings.items() if name != "recipe"}
+    if "recipe" in settings:
+        given = settings["recipe"]
+        names = given.split(",") if isinstance(given, str) else given
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise ConfigError(f"recipe is {given!r}; it must be a text or a list of texts")
+        found["recipe"] = [name.strip() for name in names if name.strip()] or [""]
+    return found
 
 
 def names_step(settings: Mapping[str, Any]) -> bool:
@@ -335,7 +333,7 @@ def _file_of(name: str, value: Any) -> Code | Path | None:
 def located(name: str, value: Any) -> Any:
     """Make the files that a setting names absolute, so that a run can go on from anywhere."""
     if name == "plugins" and isinstance(value, list | tuple):
-        return [str(Path(item).expanduser().resolve()) for item in value]
+        return tuple(str(Path(item).expanduser().resolve()) for item in value)
     found = _file_of(name, value)
     if isinstance(found, Code):
         return str(found.located())
@@ -379,7 +377,7 @@ def _noted_files(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the digest of every file that shapes the problem; one that has changed is refused."""
     named = [_file_of(name, settings.get(name)) for name in ("dataset", "model", "problem", "init")]
     paths = [str(file.path if isinstance(file, Code) else file) for file in named if file]
-    return _digests(dict(_typed("files", settings.get("files", ()))), paths)
+    return _digests(dict(settings.get("files", ())), paths)
 
 
 def _digests(before: Mapping[str, str], paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -440,11 +438,6 @@ _NOT_DEFAULTS = frozenset(
 )
 
 
-@functools.lru_cache(maxsize=8)
-def _peek(dataset: str, digest: str) -> Facts:  # noqa: ARG001  (tells versions apart)
-    return peek(Path(dataset))
-
-
 def problem_settings(spec: str) -> dict[str, Any]:
     code = Code.required("problem", spec)
     settings = getattr(load_file(code.path), "SETTINGS", {})
@@ -455,14 +448,14 @@ def problem_settings(spec: str) -> dict[str, Any]:
             raise ConfigError(
                 f"SETTINGS in {str(code.path)!r} holds {name!r}, which cannot be set there"
             )
-    return settings
+    _check_names(settings)
+    return _all_typed(settings)
 
 
 def make_own_problem(spec: str, seed: int, dtype: str, data_dir: Path | None) -> Problem:
     """Call the function and check what it made; the last problem is kept."""
     code = Code.required("problem", spec)
-    digest = file_digest(code.path)
-    return _make(code, digest, seed, dtype, data_directory(data_dir))
+    return _make(code, file_digest(code.path), seed, dtype, data_directory(data_dir))
 
 
 @functools.lru_cache(maxsize=1)

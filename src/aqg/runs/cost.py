@@ -66,12 +66,6 @@ class Meter:
     Each client receives the first model (`aqg.start`) in the first round that it takes part in, and
     in all others if it holds nothing between them; where whole models travel in every round, it is
     among them.
-
-    >>> from aqg.core.downlink import Exact
-    >>> meter = Meter(1000, Training(downlink=Exact()))
-    >>> rounds = [RoundRecord(k, None, (4, DROPPED), 9, download_bytes=11) for k in (1, 2)]
-    >>> [meter.charge(record).total_bytes for record in rounds]
-    [1127, 63]
     """
 
     def __init__(self, first_model: int, training: Training) -> None:
@@ -120,14 +114,7 @@ UPLOADS, DOWNLOADS = "client_upload_bytes", "client_download_bytes"
 
 
 class ClientBytes:
-    """Totals per client, which may go on from ``arrays`` of a checkpoint.
-
-    >>> totals = ClientBytes(2)
-    >>> for number in (1, 2):
-    ...     totals.add(RoundRecord(number, None, (4, 0), 9, (), 0, 0, 24, (8, 1), (12, 12)))
-    >>> totals.to_json()
-    {'client_upload_bytes': [16, 2], 'client_download_bytes': [24, 24]}
-    """
+    """Totals per client, which may go on from ``arrays`` of a checkpoint."""
 
     def __init__(self, num_clients: int, arrays: Mapping[str, IntArray] | None = None) -> None:
         names = (UPLOADS, DOWNLOADS)

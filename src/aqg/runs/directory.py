@@ -15,7 +15,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -59,9 +59,7 @@ class Line:
         }
         if record.simulated_seconds is not None:
             row["simulated_seconds"] = record.simulated_seconds
-        row |= metric_fields(self.metrics)
-        statistics = {name: getattr(record, name) for name in STATISTICS}
-        row |= statistics if any(statistics.values()) else {}
+        row |= metric_fields(self.metrics) | statistics_bytes([record])
         if record.faults:
             row["faults"] = [list(fault) for fault in record.faults]
         return json.dumps(row, allow_nan=False)
@@ -86,8 +84,6 @@ class Line:
 
 METRIC_PREFIX = "test_"
 """Begins the name of every field that holds a metric."""
-
-
 VALIDATION = "validation"
 """What was measured on the validation set; a field of its own, not a metric of the test set."""
 
@@ -112,8 +108,14 @@ def read_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def statistics_bytes(records: Sequence[RoundRecord]) -> dict[str, int]:
+    """Return what statistics took in these rounds, where there were any."""
+    sums = {name: sum(getattr(record, name) for record in records) for name in STATISTICS}
+    return sums if any(sums.values()) else {}
+
+
+def finite_or_none(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def create_directory(path: Path) -> None:
@@ -143,26 +145,19 @@ def output_directory(out: Path | None, stem: str) -> Iterator[Path]:
             create_directory(out)
         yield out
         return
-    directory = _claim(Path("runs") / f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    stem = f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    with files.explained(f"output directory {str(Path('runs') / stem)!r} cannot be made"):
+        for number in itertools.count(1):
+            directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+            with suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
     try:
         yield directory
     finally:
         with suppress(OSError):  # not empty
             directory.rmdir()
             directory.parent.rmdir()
-
-
-def _claim(path: Path) -> Path:
-    """Make a directory that did not exist: ``path``, or ``path`` with a number after it."""
-    names = itertools.chain(
-        [path], (path.with_name(f"{path.name}-{k}") for k in itertools.count(2))
-    )
-    with files.explained(f"output directory {str(path)!r} cannot be made"):
-        for candidate in names:
-            with suppress(FileExistsError):
-                candidate.mkdir(parents=True)
-                break
-    return candidate
 
 
 _START_AGAIN = f"delete {CHECKPOINT} to start this run again"
@@ -192,17 +187,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path, before_round: int | None = None) -> list[Line]:
     """Read the rounds of a run, up to but not including ``before_round``."""
     lines = files.whole_lines(path / ROUNDS)
-    if before_round is not None and len(lines) < before_round - 1:
-        raise RunError(_too_few(path / ROUNDS, len(lines), before_round - 1))
-    return _as_lines(path / ROUNDS, lines if before_round is None else lines[: before_round - 1])
+    if before_round is None:
+        return _as_lines(path / ROUNDS, lines)
+    return _as_lines(path / ROUNDS, lines[: before_round - 1], before_round - 1)
 
 
-def _too_few(file: Path, found: int, needed: int) -> str:
-    what = f"holds {found} rounds" if file.exists() else "is missing"
-    return f"{str(file)!r} {what}, but the checkpoint is at round {needed}; {_START_AGAIN}"
-
-
-def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
+def _as_lines(file: Path, lines: list[bytes], needed: int = 0) -> list[Line]:
+    """Parse rounds; damage is named, and so are too few for a checkpoint after ``needed``."""
     found = []
     for number, row in enumerate(files.parse_lines(file, lines), start=1):
         damaged = f"{str(file)!r} is damaged: line {number}"
@@ -212,6 +203,11 @@ def _as_lines(file: Path, lines: list[bytes]) -> list[Line]:
             raise RunError(f"{damaged}: it has no usable {error}") from None
         if row["round"] != number:
             raise RunError(f"{damaged} is of round {row['round']}")
+    if len(found) < needed:
+        what = f"holds {len(found)} rounds" if file.exists() else "is missing"
+        raise RunError(
+            f"{str(file)!r} {what}, but the checkpoint is at round {needed}; {_START_AGAIN}"
+        )
     return found
 
 
@@ -234,37 +230,25 @@ class RunFiles:
 
         What ``rounds.jsonl`` holds beyond them is removed; lines are added to it from now on.
         """
-        rounds = self.path / ROUNDS
-        found = files.read_arrays(self.path / CHECKPOINT, _START_AGAIN)
-        content = b"" if found is None else self._counted_on(found[1])
-        lines = _as_lines(rounds, content.split(b"\n")[:-1])
-        self._digest, self._num_bytes = hashlib.sha256(content), len(content)
-        with files.explained(f"{str(rounds)!r} cannot be written"):
-            self._rounds = rounds.open("ab")
-            self._rounds.truncate(len(content))
-        return None if found is None else found[0], lines
-
-    def _counted_on(self, about: Mapping[str, Any]) -> bytes:
-        """Return the rounds that a checkpoint counts on, or say what is wrong with them."""
         file, rounds = self.path / CHECKPOINT, self.path / ROUNDS
-        if about["run"] != self._identity:
+        arrays, about = files.read_arrays(file, _START_AGAIN) or (None, {"bytes": 0})
+        if arrays is not None and about["run"] != self._identity:
             raise RunError(
                 f"{str(file)!r} belongs to another run (settings {about['run'][:12]}, and here "
                 f"{self._identity[:12]}); {_START_AGAIN}"
             )
-        content = files.read(rounds) or b""
-        num_rounds = content[: about["bytes"]].count(b"\n")
-        if num_rounds < about["rounds"]:
-            _as_lines(rounds, content.split(b"\n")[:num_rounds])  # a damaged one is named first
-            raise RunError(_too_few(rounds, num_rounds, about["rounds"]))
-        content = content[: about["bytes"]]
-        if hashlib.sha256(content).hexdigest() != about["sha256"]:
-            _as_lines(rounds, content.split(b"\n")[:-1])
+        content = (files.read(rounds) or b"")[: about["bytes"]]
+        lines = _as_lines(rounds, content.split(b"\n")[:-1], about.get("rounds", 0))
+        self._digest, self._num_bytes = hashlib.sha256(content), len(content)
+        if arrays is not None and self._digest.hexdigest() != about["sha256"]:
             raise RunError(
                 f"{str(rounds)!r} does not hold the rounds that {CHECKPOINT} counts on; "
                 f"{_START_AGAIN}"
             )
-        return content
+        with files.explained(f"{str(rounds)!r} cannot be written"):
+            self._rounds = rounds.open("ab")
+            self._rounds.truncate(len(content))
+        return arrays, lines
 
     def add(self, line: Line) -> None:
         """Add a round; it is on disk once a checkpoint is."""

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ def carry_out(
     On Ctrl-C, `Interrupted` is raised after every task under way has stopped.
     """
     under_way: dict[int, tuple[JobType, Task]] = {}
-    deaths: dict[int, int] = {}
+    deaths: Counter[int] = Counter()
     is_stopping, is_starved = False, False
 
     def receive(event: Event) -> None:
@@ -145,7 +146,7 @@ def carry_out(
             handle(job, event)
             return
         if isinstance(event, Failed) and event.died and not is_stopping:
-            deaths[index] = deaths.get(index, 0) + 1
+            deaths[index] += 1
             if deaths[index] <= place.retries:
                 place.start(index, task)
                 return

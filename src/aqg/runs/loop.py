@@ -326,11 +326,7 @@ _LIBRARIES = ("numpy", "numba", "scipy", "torch")
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of aqg, Python and the libraries that compute, and the kind of processor.
-
-    >>> installed_versions()["numpy"].split(".")[0]
-    '2'
-    """
+    """Return versions of aqg, Python and the libraries that compute, and the kind of processor."""
     python = platform.python_version()
     versions = {"aqg": __version__, "machine": platform.machine(), "python": python}
     for name in _LIBRARIES:

@@ -128,9 +128,7 @@ def unfinished(jobs: Iterable[Job], directory: Path) -> list[Job]:
 
 
 Key = tuple[tuple[str, Any], ...]
-
 Minima = Mapping[Key, float | None]
-
 _MOST_KEPT_BYTES = 1 << 30
 """Samples that a worker keeps for its next runs, beside those of the run under way."""
 _NOT_OF_THE_PROBLEM = {
@@ -196,17 +194,15 @@ class _Prepare:
         return minimum
 
 
-class Compiling:
-    """What a run tells when it compiles kernels: they are not in numba's cache yet."""
-
-    text: ClassVar[str] = "Compiling kernels (once per install, then cached) ..."
+COMPILING = "Compiling kernels (once per install, then cached) ..."
+"""What a run tells when kernels are not in numba's cache yet."""
 
 
 @dataclass(frozen=True)
 class Train:
     """Run one config in its directory, from its checkpoint if it has one; return its results.
 
-    What it tells is `loop.Progress` and `Compiling`.
+    What it tells is `loop.Progress` and `COMPILING`.
     """
 
     saves: ClassVar[bool] = True
@@ -220,7 +216,7 @@ class Train:
 
     def __call__(self, contact: Contact) -> dict[str, Any]:
         load_plugins(self.config.plugins)
-        with when_compiling(lambda: contact.tell(Compiling())):
+        with when_compiling(lambda: contact.tell(COMPILING)):
             return self.run(lambda: load(self.config, self.data_dir), contact)
 
     def run(self, make_problem: Callable[[], Problem], contact: Contact) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from aqg.errors import AqgError, ConfigError
 from aqg.models import DataShape, is_module, make_module
 from aqg.objectives import Objective, make_objective
 from aqg.objectives.base import Scaling
-from aqg.runs.config import NUM_SAMPLES, RunConfig, check_files, make_own_problem
+from aqg.runs.config import DATASET_FACTS, RunConfig, check_files, make_own_problem
 from aqg.runs.cost import running_totals
 from aqg.runs.directory import Line, finite_or_none
 from aqg.sim.engine import FastSimulation
@@ -78,20 +78,32 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
         )
     random = np.random.default_rng([_CHOSEN, num_samples])
     chosen = np.sort(random.permutation(len(dataset))[:num_samples])
-    sources = None if dataset.sources is None else dataset.sources[chosen]
-    features, labels = dataset.features[chosen], dataset.labels[chosen]
-    return replace(dataset, features=features, labels=labels, sources=sources)
+    columns = {
+        name: getattr(dataset, name) for name in ("features", "labels", "sources", "clients")
+    }
+    return replace(dataset, **{k: v[chosen] for k, v in columns.items() if v is not None})
 
 
 def make_problem(
     config: RunConfig, dataset: Dataset, parts: Sequence[NDArray[np.int64]]
 ) -> Problem:
+    def prepared(features: NDArray[Any], labels: NDArray[Any]) -> Samples:
+        """Give samples the run's precision; token ids stay as they are.
+
+        Models in closed form take rows of numbers, and modules samples in their own shape.
+        """
+        if not is_module(config.model):
+            features = features.reshape(len(features), -1).astype(config.dtype, copy=False)
+        given = (features, labels)
+        kinds = (config.dtype if array.dtype.kind == "f" else array.dtype for array in given)
+        return Samples(*(a.astype(kind, copy=False) for a, kind in zip(given, kinds, strict=True)))
+
     objective = _make_objective(config, dataset)
-    features, labels = _prepare(config, dataset.features, dataset.labels)
+    features, labels = prepared(dataset.features, dataset.labels)
     clients = tuple(Samples(features[part], labels[part]) for part in parts)
     test = None
     if dataset.test_features is not None and dataset.test_labels is not None:
-        test = _prepare(config, dataset.test_features, dataset.test_labels)
+        test = prepared(dataset.test_features, dataset.test_labels)
     start = objective.init_params(config.seed).astype(np.dtype(config.dtype))
     return Problem(objective, clients, start, test)
 
@@ -116,18 +128,6 @@ def _make_objective(config: RunConfig, dataset: Dataset) -> Objective:
     return make_objective(
         config.model, dataset.num_features, dataset.num_classes, config.l2, scaling
     )
-
-
-def _prepare(config: RunConfig, features: NDArray[Any], labels: NDArray[Any]) -> Samples:
-    """Give samples the run's precision; modules see them in their own shape, and token ids as such.
-
-    Models in closed form take rows of numbers.
-    """
-    kind = config.dtype
-    if not is_module(config.model):
-        features = features.reshape(len(features), -1).astype(kind, copy=False)
-    given = (features, labels)
-    return Samples(*(a.astype(kind, copy=False) if a.dtype.kind == "f" else a for a in given))
 
 
 def _started(config: RunConfig, problem: Problem) -> Problem:
@@ -198,19 +198,15 @@ def check_target(config: RunConfig, problem: Problem, minimum: float | None) -> 
     if goal is None or not goal.hold:
         return
     simulation = make_simulation(config, problem)
-    if config.validation:
+    if config.validation or goal.kind == "accuracy":
         start = follow_target(config, simulation)()
         if math.isnan(start):
-            raise ConfigError(f"{config.title} has no {goal.kind} on its validation set")
-    elif goal.kind == "accuracy":
-        measured = simulation.problem.measure(simulation.averaged)
-        if "accuracy" not in measured:
-            found = f"only {', '.join(measured)}" if measured else "nothing"
+            where = "validation" if config.validation else "test"
+            found = ", ".join(simulation.problem.measure(simulation.averaged)) or "nothing"
             raise ConfigError(
-                f"the target of {config.title} is an accuracy, and on its test set {found} is "
-                "measured; ask for a loss"
+                f"the target of {config.title} is its {goal.kind} on the {where} set, and on its "
+                f"test set {found} is measured; ask for another one"
             )
-        start = measured["accuracy"]
     else:
         start = simulation.loss() - (minimum or 0.0)
     if goal.is_met(start):
@@ -252,7 +248,8 @@ def minimum_key(config: RunConfig) -> dict[str, Any]:
     key = {name: getattr(config, name) for name in names}
     if config.partition in ("label", "source", "natural"):
         key["seed"] = 0  # these splits do not depend on it, so neither does their minimum
-    num_samples = config.samples or NUM_SAMPLES.get(config.dataset)
+    facts = DATASET_FACTS.get(config.dataset)
+    num_samples = config.samples or (facts.num_samples if facts else None)
     if num_samples is not None and num_samples % config.clients == 0 and config.partition == "iid":
         key["seed"] = 0  # dealt out evenly, samples make the same loss in whatever order
     for name in ("validation", "problem", "samples", "weighting"):

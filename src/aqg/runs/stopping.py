@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,13 @@ from typing import Any, Literal, TypeAlias
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
-from aqg.runs.directory import STATISTICS, VALIDATION, Line, finite_or_none, metric_fields
+from aqg.runs.directory import (
+    VALIDATION,
+    Line,
+    finite_or_none,
+    metric_fields,
+    statistics_bytes,
+)
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -86,9 +91,6 @@ class Target:
 
         Measured in the logarithm of the loss, the residual or the error rate: training is fast
         first and slow later, so a run that is behind at half time does not arrive.
-
-        >>> Target("residual", 1e-4).progress(start=1.0, value=1e-2)
-        0.5
         """
         goal = self.value
         if self.kind == "accuracy":
@@ -226,13 +228,12 @@ class Trace:
 
     def cost_to(self, target: Target, minimum: float | None = None) -> Cost | None:
         """Return the cost of the first point from which a target counts as reached."""
+        if target.kind == "residual" and minimum is None:
+            return None
+        start = (minimum or 0.0) if target.kind == "residual" else 0.0
+        values: list[float | None] = [loss - start for loss in self.losses]
         if target.kind == "accuracy":
             values = [metrics.get("accuracy") for metrics in self.metrics]
-        elif target.kind == "residual" and minimum is None:
-            return None
-        else:
-            start = minimum if target.kind == "residual" and minimum is not None else 0.0
-            values = [loss - start for loss in self.losses]
         known = [(v, cost) for v, cost in zip(values, self.costs, strict=True) if v is not None]
         first = target.first_reached([value for value, _ in known])
         return None if first is None else known[first][1]
@@ -248,8 +249,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return a run's results as ``--json`` prints them."""
     records = [line.record for line in lines]
-    cost = functools.reduce(Cost.plus, records, Cost())
-    first_loss = records[0].loss if records else None
+    trace = Trace.of(lines, final_loss, metrics)
+    cost, first_loss = trace.costs[-1], records[0].loss if records else None
     row: dict[str, Any] = {
         "recipe": recipe,
         **cost.to_json(),
@@ -261,14 +262,10 @@ def summarize(
         "worse_than_start": first_loss is not None and not final_loss <= first_loss,
         "faults": sum(len(record.faults) for record in records),
     }
-    statistics = {name: sum(getattr(record, name) for record in records) for name in STATISTICS}
-    if any(statistics.values()):
-        row |= statistics
+    row |= statistics_bytes(records)
     if target is not None:
-        reached = Trace.of(lines, final_loss, metrics).cost_to(target, minimum)
-        spent = (reached or cost).to_json()
-        if reached is None:
-            spent = dict.fromkeys(spent)
+        reached = trace.cost_to(target, minimum)
+        spent = dict.fromkeys(cost.to_json()) if reached is None else reached.to_json()
         spent["reached_round"] = spent.pop("rounds")
         row["target"] = {target.kind: target.value, **spent}
     return row

@@ -81,11 +81,7 @@ def write_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def records_to_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    r"""Write objects, a row each, with a column for every field that some of them have.
-
-    >>> records_to_csv([{"a": 1}, {"a": 2, "b": None}])
-    'a,b\n1,\n2,\n'
-    """
+    """Write objects, a row each, with a column for every field that some of them have."""
     columns = list(dict.fromkeys(column for row in records for column in row))
     return write_csv(columns, ([row.get(column) for column in columns] for row in records))
 
