@@ -15,7 +15,7 @@ from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
+from aqg.sim.simulation import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
 _FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]

@@ -12,7 +12,7 @@ from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend, cut, stack_small_clients
+from aqg.sim.backends import NumpyBackend, stack_small_clients
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
@@ -151,6 +151,7 @@ def test_the_loss_of_absent_clients_counts_too():
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
 def test_pieces_have_the_losses_and_gradients_of_whole_clients(scaling):
     torch = pytest.importorskip("torch")
+    from aqg.sim.torch_backend import cut
 
     random = np.random.default_rng(4)
     objective = make_objective("softmax", 7, 3, 0.2, scaling)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aqg.core.types import Float64Array, FloatArray
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.objectives.closed_form import Logistic, Softmax
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
@@ -137,9 +137,6 @@ def largest_step_size(weight_sum: float, smoothness: float) -> float:
 
     A rule that never skips has no ``ξ`` and only the first inequality: ``ρ2 → 0`` is best and the
     bound is ``1/(2L)``.
-
-    >>> largest_step_size(1.0, smoothness=2.0), largest_step_size(0.0, smoothness=2.0)
-    (0.0, 0.25)
     """
     check_positive(1.0, smoothness)
     if weight_sum == 0:
@@ -221,11 +218,9 @@ def slowest_share(weights: Sequence[float]) -> float:
     return float((values / np.cumsum(values[::-1])[::-1]).min())
 
 
-def check_positive(alpha: float, smoothness: float) -> None:
-    if not alpha > 0:
-        raise ConfigError(f"alpha is {alpha}; it must be above 0")
-    if not smoothness > 0:
-        raise ConfigError(f"the smoothness constant is {smoothness}; it must be above 0")
+def check_positive(alpha: float, smoothness: float = 1.0) -> None:
+    require(alpha > 0, "alpha", alpha, "above 0")
+    require(smoothness > 0, "the smoothness constant", smoothness, "above 0")
 
 
 class LyapunovTrace(NamedTuple):
@@ -247,11 +242,7 @@ class LyapunovTrace(NamedTuple):
 
     @property
     def fitted_rate(self) -> float:
-        """``σ`` of the ``V^k ≈ C σ^k`` that fits the later half best; NaN if there is none.
-
-        >>> round(LyapunovTrace(5.0 * 0.9 ** np.arange(40)).fitted_rate, 12)
-        0.9
-        """
+        """``σ`` of the ``V^k ≈ C σ^k`` that fits the later half best; NaN if there is none."""
         values = self.values[: self.above_rounding]
         half = values[len(values) // 2 :]
         half = half[half > 0]
@@ -261,13 +252,8 @@ class LyapunovTrace(NamedTuple):
 
 
 def step_weights(weights: Sequence[float], alpha: float) -> Float64Array:
-    """Return ``β_1..β_D``.
-
-    >>> step_weights((0.25, 0.25), alpha=0.5)
-    array([1. , 0.5])
-    """
-    if not alpha > 0:
-        raise ConfigError(f"alpha is {alpha}; it must be above 0")
+    """Return ``β_1..β_D``."""
+    check_positive(alpha)
     return np.cumsum(np.asarray(weights, np.float64)[::-1])[::-1] / alpha
 
 

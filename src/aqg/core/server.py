@@ -293,7 +293,7 @@ def _catch_up(
     assert isinstance(step.downlink, Condensed)
     params, rest = model.parameters, model.rest + update
     uploads: Sequence[AnyUpload] = ()
-    if space.any(model.total):  # else as if no one had sent: equal sums are published alike
+    if (model.total != 0).any():  # else as if no one had sent: equal sums are published alike
         senders = step.senders(num_clients)
         coder = step.downlink.of_position(len(params), model.num_sent, senders, step.sampled)
         vector = rest * math.copysign(1.0, -step.size)
@@ -444,10 +444,8 @@ def init_server(
 
 
 def join_server(model: Model, all_peers: Sequence[Peer]) -> ServerState:
-    peers = PerClient.alike(len(all_peers), all_peers[0])
-    for client, peer in enumerate(all_peers):
-        peers = peers.replaced(client, peer)
-    return ServerState(model, peers)
+    rows = (tuple(all_peers[k : k + _ROW]) for k in range(0, len(all_peers), _ROW))
+    return ServerState(model, PerClient(len(all_peers), tuple(rows)))
 
 
 def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:

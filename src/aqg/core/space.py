@@ -167,9 +167,6 @@ class NumpySpace:
     def cast(self, vector: Array, like: Array) -> Array:
         return vector.astype(like.dtype, copy=False)
 
-    def any(self, vector: Array) -> bool:
-        return bool(vector.any())
-
     def take_step(
         self, params: Array, update: Array, direction: Array, step_size: float
     ) -> tuple[Array, Array]:

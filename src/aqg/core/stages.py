@@ -142,12 +142,7 @@ class ErrorControl(ErrorFeedback):
 
 @dataclass(frozen=True)
 class RunningAverage(Stage):
-    """``v ← (1 - η)·v + η·g``; the first gradient starts it.
-
-    >>> from aqg.core.space import NumpySpace
-    >>> NumpySpace().blend(np.array([[2.0, 0.0]]), np.array([[4.0, 4.0]]), weight=0.25)
-    array([[2.5, 1. ]])
-    """
+    """``v ← (1 - η)·v + η·g``; the first gradient starts it."""
 
     eta: float
     name: ClassVar[str] = "average"
@@ -287,11 +282,6 @@ def level_factors(weights: Float64Array) -> Float64Array | None:
 
     ``q_m = q·w_m^(2/3)·√(Σ w^(2/3) / Σ w²)``: of all with the same variance of the weighted sum,
     ``Σ w²/q_m²``, these have the fewest levels.
-
-    >>> level_factors(np.array([0.5, 1.5])).round(3)
-    array([0.555, 1.154])
-    >>> level_factors(np.ones(3)) is None
-    True
     """
     if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
         return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -188,14 +187,7 @@ def _end_of_run(clients: Sequence[Samples], start: int) -> int:
 
 
 def join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return arrays of one shape as the rows of one: a view if they lie side by side in memory.
-
-    >>> data = np.arange(12.0).reshape(3, 4)
-    >>> bool(np.shares_memory(join([data[0], data[1], data[2]]), data))
-    True
-    >>> join([data[0], data[2].copy()]).shape
-    (2, 4)
-    """
+    """Return arrays of one shape as the rows of one: a view if they lie side by side in memory."""
     first = arrays[0]
     base = first.base
     adjacent = isinstance(base, np.ndarray) and all(
@@ -216,57 +208,3 @@ def join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
-
-
-PIECE_LENGTH = 512
-"""Longest piece: with ten classes, a product of so many samples keeps a share of a GPU busy."""
-
-
-class Pieces(NamedTuple):
-    """``P`` pieces of ``L`` samples, on a device."""
-
-    features: Any  # ``(P, L, f)``; the pieces of a client follow each other
-    labels: Any  # ``(P, L)``
-    weights: Any  # what a sample counts in its client's loss, ``(P, L)``
-    owners: Any  # 1 where a piece belongs to a client, ``(M, P)``
-    starts: list[int]  # where each client begins, counted in samples
-
-    def losses_and_gradients(self, objective: ClosedForm, params: Any) -> tuple[Any, Any]:
-        losses, gradients = objective.weighted_losses_and_gradients(
-            params, self.features, self.labels, self.weights
-        )
-        losses, gradients = self.owners @ losses, self.owners @ gradients
-        if objective.l2:
-            losses += objective.l2 / 2 * (params @ params)
-            gradients += objective.l2 * params
-        return losses, gradients
-
-
-def cut(
-    clients: Sequence[Samples], weight: Callable[[int], float], put: Callable[[Any], Any]
-) -> Pieces:
-    """Cut all clients; ``weight`` says what each of so many samples counts, ``put`` moves arrays.
-
-    >>> from aqg.sim.problem import Samples
-    >>> clients = [Samples(np.ones((n, 3)), np.zeros(n, np.int64)) for n in (600, 100)]
-    >>> pieces = cut(clients, lambda count: 1 / count, put=np.asarray)
-    >>> pieces.features.shape, pieces.owners.tolist()
-    ((3, 512, 3), [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    """
-    length = min(PIECE_LENGTH, max(len(client.labels) for client in clients))
-    sizes, dtype = [len(client.labels) for client in clients], clients[0].features.dtype
-    counts = [-(-size // length) for size in sizes]
-    starts = [length * piece for piece in accumulate([0, *counts[:-1]])]
-    spans = zip(starts, sizes, strict=True)
-    places = np.concatenate([np.arange(start, start + size) for start, size in spans])
-
-    def tabled(parts: Iterable[NDArray[Any]]) -> Any:
-        joined = np.concatenate(list(parts))
-        table = np.zeros((sum(counts), length, *joined.shape[1:]), joined.dtype)
-        table.reshape(-1, *joined.shape[1:])[places] = joined
-        return put(table)
-
-    features, labels = map(tabled, zip(*clients, strict=True))
-    weights = tabled(np.full(size, weight(size), dtype) for size in sizes)
-    owners = np.repeat(np.eye(len(clients), dtype=dtype), counts, axis=1)
-    return Pieces(features, labels, weights, put(owners), starts)

@@ -120,14 +120,7 @@ class Late:
 def make_late(
     speeds: str | None, buffer_size: int | None, outages: str | None, mbit: float
 ) -> Late | None:
-    """Make what settings say; None where nothing is said.
-
-    >>> make_late("lognormal:sigma=0.5", 3, None, 0.0).speeds.sigma
-    0.5
-    >>> make_late(None, 3, None, 0.0)
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: buffer_size is 3 without speeds; without them no reply is late
-    """
+    """Make what settings say; None where nothing is said."""
     if speeds is None:
         given = {"buffer_size": buffer_size, "outages": outages, "link_mbit": mbit}
         for name, value in given.items():
@@ -228,8 +221,7 @@ class Replies:
         self._times = late.speeds.of_clients(count, seed)
         self._rounds = np.zeros(count, np.int64)
         self._arrivals = np.zeros(count)
-        self._begun: dict[int, Reply] = {}  # of this round
-        self._frames: dict[int, bytes] = {}  # of those from earlier rounds
+        self._waiting: dict[int, Reply] = {}
 
     @property
     def at_work(self) -> BoolArray:
@@ -247,7 +239,7 @@ class Replies:
             transfer = moved * _BITS_PER_BYTE / (late.mbit * _MEGA) if moved else 0.0
             self._rounds[client] = number
             self._arrivals[client] = self.clock + seconds[client] + transfer
-        self._begun = dict(replies)
+        self._waiting |= replies
 
     def close(self, number: int) -> Closed:
         waiting = np.flatnonzero(self.at_work)
@@ -258,25 +250,17 @@ class Replies:
         clients = np.sort(waiting[first])
         ages = number - self._rounds[clients]
         self._rounds[clients] = 0
-        replies = [self._take(client) for client in clients.tolist()]
-        self._frames |= {client: encode(reply.message) for client, reply in self._begun.items()}
-        self._begun = {}
+        replies = [self._waiting.pop(client) for client in clients.tolist()]
         factors = np.ones(len(self._rounds))
         factors[clients] = [age_weight(age) for age in ages.tolist()]
         return Closed(clients, replies, factors, self.at_work)
 
-    def _take(self, client: int) -> Reply:
-        if client in self._begun:
-            return self._begun.pop(client)
-        frame = self._frames.pop(client)
-        return Reply(decode(frame, self._num_params), len(frame))
-
     def pending(self) -> Pending:
-        frames = tuple(frame for _, frame in sorted(self._frames.items()))
+        frames = tuple(encode(self._waiting[client].message) for client in sorted(self._waiting))
         return Pending(self.clock, self._rounds.copy(), self._arrivals.copy(), frames)
 
     def load(self, found: Pending) -> None:
         self.clock = found.clock
         self._rounds, self._arrivals = found.round.copy(), found.arrival.copy()
-        clients = np.flatnonzero(self.at_work).tolist()
-        self._frames = dict(zip(clients, found.frames, strict=True))
+        replies = [Reply(decode(frame, self._num_params), len(frame)) for frame in found.frames]
+        self._waiting = dict(zip(np.flatnonzero(self.at_work).tolist(), replies, strict=True))

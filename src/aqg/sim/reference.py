@@ -4,14 +4,16 @@ One server, one object per client, and real frames between them, over the functi
 deployment uses. It is slow and plain on purpose; the fast engine is tested against it.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from aqg.core import server
+from aqg.core.arrays import map_arrays
 from aqg.core.messages import Broadcast
 from aqg.core.public import Public, init_public
-from aqg.core.round import Clients, ClientState, join_clients, respond, split_clients
+from aqg.core.round import Clients, ClientState, respond
 from aqg.core.server import Model, ServerState
 from aqg.core.space import NumpySpace
 from aqg.core.types import Float64Array, IntArray
@@ -97,7 +99,8 @@ class ReferenceSimulation(Simulation):
 
     def _place(self, model: Model, clients: Clients) -> None:
         """Go on from a state; both sides get the one copy of a mirror."""
-        self.clients = split_clients(clients)
+        rows = (slice(m, m + 1) for m in self.everyone.tolist())
+        self.clients = [map_arrays(itemgetter(row), clients) for row in rows]
         peers = [server.Peer(client.track) for client in self.clients]
         self.server = server.join_server(model, peers)
         first = init_public(self.recipe, self.problem.initial_params)
@@ -105,4 +108,4 @@ class ReferenceSimulation(Simulation):
         self.models = [held] * len(self.clients)
 
     def _clients_state(self) -> Clients:
-        return join_clients(self.clients)
+        return map_arrays(lambda *rows: np.concatenate(rows), *self.clients)
