@@ -126,22 +126,16 @@ class Half(Quantizer):
 
 @dataclass(frozen=True)
 class Blockwise(Quantizer):
-    """Eight bits and a step for every 256 coordinates: `aqg.core.messages`."""
+    """A step for every block: eight bits by the largest, or QSGD with the norm of each bucket."""
 
-    def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
-        return BlockUpload(*quantize_blocks(vector))
-
-
-@dataclass(frozen=True)
-class Buckets(Quantizer):
-    """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
-
-    bucket: int
+    bucket: int = 0  # coordinates in a bucket, of ``s = 2^(b-1) - 1`` levels; 0: 8 bits for 256
 
     def __post_init__(self) -> None:
-        require(1 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
+        require(0 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
+        if not self.bucket:
+            return BlockUpload(*quantize_blocks(vector))
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
         num_levels = (1 << (request.width - 1)) - 1
         found = quantize_blocks(vector, self.bucket, num_levels, uniform)

@@ -160,7 +160,7 @@ def _qsgd(bits: int, *, bucket: int = 0) -> Recipe:
         return _updates(Always(bits), quantizers.Stochastic())
     most = quantizers.MAX_BUCKET_BITS
     require(bits <= most, "bits", bits, f"at most {most} with buckets")
-    return _updates(Always(bits), quantizers.Buckets(bucket))
+    return _updates(Always(bits), quantizers.Blockwise(bucket))
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
@@ -216,7 +216,7 @@ def _ef21_both(*, keep: float = 0.01) -> Recipe:
 
 @register("econtrol", "EControl: EF21 with a share of the error added, for noisy updates")
 def _econtrol(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
-    return _innovations(Always(16), TopK(keep), stages.ErrorControl(eta))
+    return _innovations(Always(16), TopK(keep), ErrorFeedback(eta))
 
 
 @register("ef21-m", "EF21 on a running average of the client's gradients")

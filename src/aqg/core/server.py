@@ -470,7 +470,14 @@ def take_message(
     if isinstance(message, Skip):
         peer = peer._replace(last_round=state.round)
         return state._replace(peers=state.peers.replaced(client, peer))
-    check_message(state.model, client, message, weight)
+    num_params = len(state.parameters)
+    if len(message) != num_params:
+        raise MessageError(
+            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
+        )
+    if not is_number(weight):
+        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
+    message.validate()
     model = state.model._replace(total=state.model.total.copy())
     own = peer.track.copy()
     weights = np.array([float(weight)])
@@ -484,17 +491,6 @@ def check_client(state: ServerState, client: int) -> None:
         raise MessageError(
             f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
         )
-
-
-def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
-    num_params = len(model.parameters)
-    if len(message) != num_params:
-        raise MessageError(
-            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
-        )
-    if not is_number(weight):
-        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
-    message.validate()
 
 
 def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:

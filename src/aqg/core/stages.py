@@ -100,44 +100,33 @@ def settle_stage(
 class ErrorFeedback(Stage):
     """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
 
-    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
+    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory. With
+    an ``η`` below 1 it keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was
+    to be sent: Gao et al., EControl: Fast Distributed Optimization with Compression and Error
+    Control.
     """
 
+    eta: float = 1.0
     name: ClassVar[str] = "feedback"
     keeps: ClassVar[str] = "residual"
     vectors: ClassVar[str] = "device"
 
+    def __post_init__(self) -> None:
+        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
+
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
 
-    def after(self, _state: StageState, outcome: Outcome) -> StageState:
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
         space, senders = outcome.space, outcome.senders
         if not len(senders):
             return {"residual": outcome.vectors}
         pairs = zip(space.rows(outcome.vectors, senders), outcome.uploads, strict=True)
         left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
+        if self.eta < 1:
+            old = np.asarray(space.rows(state["residual"], senders))
+            left = (1 - self.eta) * old + self.eta * left
         return {"residual": space.store(outcome.vectors, senders, left)}
-
-
-@dataclass(frozen=True)
-class ErrorControl(ErrorFeedback):
-    """Keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was to be sent.
-
-    Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control.
-    """
-
-    eta: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
-
-    def after(self, state: StageState, outcome: Outcome) -> StageState:
-        space, senders = outcome.space, outcome.senders
-        new = super().after(state, outcome)["residual"]
-        if len(senders):
-            old, left = (np.asarray(space.rows(v, senders)) for v in (state["residual"], new))
-            new = space.store(new, senders, (1 - self.eta) * old + self.eta * left)
-        return {"residual": new}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -152,38 +153,27 @@ class Stack(NamedTuple):
 
 
 def stack_small_clients(problem: Problem) -> dict[int, Stack]:
-    stacks: dict[int, Stack] = {}
+    """Return the stacks of consecutive clients of one size, for each client that is in one."""
+    clients, stacks = problem.clients, dict[int, Stack]()
     if not problem.objective.stackable:
         return stacks
-    clients = problem.clients
-    start = 0
-    while start < len(clients):
-        stop = _end_of_run(clients, start)
+    starts = [m for m in range(len(clients)) if not (m and _goes_on(*clients[m - 1 : m + 1]))]
+    for start, stop in pairwise([*starts, len(clients)]):
         if stop - start > 1 and clients[start].features.nbytes <= STACK_BYTES:
-            features = join([samples.features for samples in clients[start:stop]])
-            labels = join([samples.labels for samples in clients[start:stop]])
-            stack = Stack(start, features, labels)
-            stacks.update(dict.fromkeys(range(start, stop), stack))
-        start = stop
+            features, labels = map(join, zip(*clients[start:stop], strict=True))
+            stacks |= dict.fromkeys(range(start, stop), Stack(start, features, labels))
     return stacks
 
 
-def _end_of_run(clients: Sequence[Samples], start: int) -> int:
-    """Return the end of the clients like ``start`` that one stack can hold.
+def _goes_on(one: Samples, other: Samples) -> bool:
+    """Tell whether a client belongs into the stack of the one before it.
 
     Where a view of the clients' memory would have to jump back, a new stack begins: clients may
     share samples, and a stack must not multiply them.
     """
-    size = len(clients[start].labels)
-    last = _address(clients[start].features)
-    stop = start + 1
-    while stop < len(clients) and len(clients[stop].labels) == size:
-        address = _address(clients[stop].features)
-        if address <= last and clients[stop].features.base is clients[start].features.base:
-            break
-        last = address
-        stop += 1
-    return stop
+    shares = other.features.base is one.features.base
+    jumps_back = shares and _address(other.features) <= _address(one.features)
+    return len(other.labels) == len(one.labels) and not jumps_back
 
 
 def join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
