@@ -73,21 +73,18 @@ def test_server_steps_along_the_sum_and_reports_its_movement():
     assert again.parameters.tolist() == pytest.approx([-0.6, 0.6])
 
 
-def test_augmented_amplifies_the_sum_but_not_the_mirrors():
-    recipe = make_recipe("aqg-augmented")
-    state = init_server(recipe, np.zeros(SIZE), 1)
-    state = take_message(recipe, state, 0, upload())
-    stepped = finish_round(recipe, state, step_size=1.0, dropout_rate=0.75)
-    assert stepped.parameters.tolist() == [-2.0] * SIZE
-    assert stepped.mirror(0).tolist() == [0.5] * SIZE
-
-
-def test_memoryless_uploads_are_used_once():
-    recipe = make_recipe("signsgd")
-    state = init_server(recipe, np.zeros(SIZE), 2)
-    state = finish_round(recipe, take_message(recipe, state, 0, upload()), step_size=1.0)
-    assert state.parameters.tolist() == [-0.5] * SIZE
-    assert finish_round(recipe, state, step_size=1.0).parameters.tolist() == [-0.5] * SIZE
+@pytest.mark.parametrize(
+    ("name", "dropout_rate", "after_one", "after_two"),
+    [("signsgd", 0.0, -0.5, -0.5), ("lean", 0.0, -0.5, -1.0), ("aqg-augmented", 0.75, -2.0, -4.0)],
+)
+def test_sums_are_amplified_and_used_once_or_kept(name, dropout_rate, after_one, after_two):
+    """A mirror is what was sent, whatever the step."""
+    recipe = make_recipe(name)
+    state = take_message(recipe, init_server(recipe, np.zeros(SIZE), 2), 0, upload())
+    for expected in after_one, after_two:
+        state = finish_round(recipe, state, 1.0, dropout_rate)
+        assert state.parameters.tolist() == [expected] * SIZE
+    assert state.mirror(0).tolist() == ([] if name == "signsgd" else [0.5] * SIZE)
 
 
 LEAN = make_recipe("lean")

@@ -24,9 +24,8 @@ from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Dropout
 
-from tests.problems import SOME_RECIPES, some_recipes, tiny_problem
+from tests.problems import SOME_RECIPES, tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
@@ -50,27 +49,6 @@ def losses_of(name):
 def test_converges(name):
     (start, end), (_, best) = losses_of(name), losses_of("gd")
     assert end - best < GAPS.get(name, 0.05) * (start - best)
-
-
-@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
-def test_mirrors_agree_to_the_last_bit(name, dtype):
-    """Long run, random drops, one client away for a while: both sides hold the same bits."""
-    dropout = Dropout(0.4, seed=3, absences=((2, 20, 70),))
-    problem, recipe = tiny_problem(dtype, unequal=True), make_recipe(name, max_staleness=20)
-    simulation = ReferenceSimulation(problem, recipe, STEP_SIZES.get(name, 0.1), dropout)
-    records = list(simulation.run_rounds(110))
-    server = simulation.server
-    mirrors = [server.mirror(m) for m in range(server.num_clients)]
-    for client, mirror in zip(simulation.clients, mirrors, strict=True):
-        assert np.array_equal(client.track.position[0], mirror)
-        assert client.track.position.dtype == simulation.parameters.dtype == dtype
-    if recipe.memory.keeps_mirror:
-        total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
-        assert server.model.total == pytest.approx(total, rel=1e-9, abs=1e-12)
-    assert all(record.widths[2] == -1 for record in records[19:70])
-    dropped = np.mean([[width == -1 for width in r.widths[:2]] for r in records])
-    assert 0.3 < dropped < 0.5
-    assert simulation.loss() < records[0].loss
 
 
 def test_users_add_their_own():

@@ -155,14 +155,6 @@ def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
     assert (after[squares > tolerance] < squares[squares > tolerance]).all()
 
 
-def test_what_no_grid_holds_is_not_sent():
-    truths = np.array([[1.0, 2.0], [np.nan, 1.0], [1e31, 0.0]])
-    flow = Flow(truths, 0.0, SPACE)
-    gaps = correct(CODER, flow, rows=np.arange(3), skipped_rounds=np.zeros(3, np.int64))
-    assert len(gaps.uploads) == 1
-    assert (gaps.senders.tolist(), gaps.faulty.tolist()) == ([0], [1, 2])
-
-
 CLIENT = st.tuples(st.booleans(), st.booleans(), st.integers(0, 5))
 
 

@@ -70,9 +70,9 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
     recipe: Recipe = make_named("recipe", spec, makers, *given)
-    others = {"exact": recipe.exact, "steady": recipe.steady}
-    alike = {k: replace(r, max_staleness=max_staleness) for k, r in others.items() if r}
-    return replace(recipe, max_staleness=max_staleness, **alike)
+    others = recipe.exact, recipe.steady
+    exact, steady = (other and replace(other, max_staleness=max_staleness) for other in others)
+    return replace(recipe, max_staleness=max_staleness, exact=exact, steady=steady)
 
 
 # The menu. A recipe names what clients send, which is a policy, a quantizer and what goes before

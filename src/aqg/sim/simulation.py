@@ -272,12 +272,12 @@ def model_in(move: Callable[[Array], Array], model: Model) -> Model:
 
 def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients) -> Clients:
     """Return the clients' state with its vectors in another place, and all else copied."""
-    position, velocity, *notes = clients.track
+    position, velocity, direction, is_held = clients.track
     stages = {
         name: map_arrays(move if stage.vectors == "device" else np.array, clients.stages[name])
         for name, stage in recipe.all_stages.items()
     }
-    track = Track(move(position), move(velocity), *map(np.array, notes))
+    track = Track(move(position), move(velocity), direction.copy(), is_held.copy())
     return Clients(clients.num_params, track, clients.skipped_rounds.copy(), stages)
 
 
