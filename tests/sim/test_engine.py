@@ -14,8 +14,7 @@ from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
-from aqg.sim.backends import NumpyBackend, stack_small_clients
-from aqg.sim.engine import FastSimulation
+from aqg.sim.engine import FastSimulation, NumpyBackend, stack_small_clients
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining
@@ -199,7 +198,7 @@ def test_clients_of_any_size_step_together(training, model, l2):
 @pytest.mark.parametrize("model", ["softmax", "mlp:5"])
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 def test_clients_of_one_size_step_together_to_the_same_bits(training, model, dtype, monkeypatch):
-    monkeypatch.setattr("aqg.sim.backends._TOGETHER_BYTES", 1000)  # so that it takes several pieces
+    monkeypatch.setattr("aqg.sim.engine._TOGETHER_BYTES", 1000)  # so that it takes several pieces
     random = np.random.default_rng(5)
     objective = make_objective(model, 6, 3, 0.2, "mean")
     params = objective.init_params(1).astype(dtype)

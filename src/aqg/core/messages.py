@@ -81,8 +81,7 @@ class Upload(ByValue):
             )
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        table = value_table(self.grid, self.width, self.step, dtype)
-        return table[self.levels]
+        return value_table(self.grid, self.width, self.step, dtype)[self.levels]
 
 
 def _require(

@@ -18,7 +18,7 @@ from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.messages import WIDTHS
 from aqg.core.policies import Always, Policy
 from aqg.core.quantizers import GridQuantizer, Quantizer, TopK, Verbatim
-from aqg.core.recipe import DEPTH, Movement, Recipe
+from aqg.core.recipe import Movement, Recipe, even_movement
 from aqg.core.stages import ErrorFeedback, Stage
 from aqg.core.track import Memory
 from aqg.errors import ConfigError, require
@@ -111,8 +111,8 @@ def _published(policy: Policy, bits: int, xi: float = 1.0) -> Recipe:
 
     ``xi`` is the sum of the weights ``ξ_d``, all equal; 1 in the paper.
     """
-    grid, movement = GridQuantizer(Grid.MIDRISE, bits), Movement((xi / DEPTH,) * DEPTH)
-    return _innovations(policy, grid, stages.StoredErrors(bits), movement=movement)
+    grid, errors = GridQuantizer(Grid.MIDRISE, bits), stages.StoredErrors(bits)
+    return _innovations(policy, grid, errors, movement=even_movement(xi))
 
 
 @register("qgd", "quantized gradient descent: every innovation at b_max bits")
@@ -142,9 +142,9 @@ def _aqg_augmented(bits: int, *, xi: float = 1.0) -> Recipe:
 
 @register("lean", "ours: the fewest bits that are good enough for the step, or nothing")
 def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) -> Recipe:
-    grid, movement = GridQuantizer(Grid.MIDTREAD, bits), Movement((xi / DEPTH,) * DEPTH, "mean")
+    policy, grid = policies.Tolerance(eta), GridQuantizer(Grid.MIDTREAD, bits)
     wider = () if widest == 1 else (stages.WiderTolerance(widest),)
-    return _innovations(policies.Tolerance(eta), grid, *wider, movement=movement)
+    return _innovations(policy, grid, *wider, movement=even_movement(xi, fill="mean"))
 
 
 @register("auto", "ours: by how clients train, lean, most of the energy, or unbiased rounding")

@@ -22,13 +22,13 @@ from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import GradientError
 from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
-from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.record import StatisticsTraffic
 from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
+    from aqg.sim.engine import Backend
 
 
 class RunStatistics:
