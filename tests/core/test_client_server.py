@@ -36,16 +36,16 @@ def test_a_bad_gradient_is_reported_and_changes_nothing(name, bad):
 
 
 @pytest.mark.parametrize("name", ["lag", "laq", "aqg", "aqg-2", "lean"])
-def test_a_silent_client_must_speak_after_max_staleness_rounds(name):
+def test_a_client_must_upload_after_max_staleness_rounds(name):
     recipe = make_recipe(name, max_staleness=5)
     gradient = np.random.default_rng(1).standard_normal(SIZE)
     state = init_client(recipe, SIZE, np.dtype("float64"))
-    spoke = []
+    sent = []
     for k in range(1, 14):
         state, message = respond(recipe, state, gradient, 1e9, (0, 0, k))
-        spoke.append(not isinstance(message, Skip))
-    # Five silent rounds, then a forced upload, again and again.
-    assert spoke == [False] * 5 + [True] + [False] * 5 + [True] + [False]
+        sent.append(not isinstance(message, Skip))
+    # Five rounds without, then a forced upload, again and again.
+    assert sent == [False] * 5 + [True] + [False] * 5 + [True] + [False]
 
 
 def upload(size=SIZE, level=2):
@@ -68,7 +68,7 @@ def test_server_steps_along_the_sum_and_reports_its_movement():
     assert state.parameters.tolist() == pytest.approx([-0.3, 0.3])
     # (1/α²M²)·ξ_1·‖θ² − θ¹‖² with ξ_1 = 1/10
     assert broadcast(recipe, state).movement == pytest.approx(0.1 * (0.3**2 * 2) / (0.1**2 * 4))
-    # Nobody speaks: the server goes on with what it knows.
+    # Nobody uploads: the server goes on with what it knows.
     again = finish_round(recipe, state, step_size=0.1)
     assert again.parameters.tolist() == pytest.approx([-0.6, 0.6])
 

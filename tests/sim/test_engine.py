@@ -11,6 +11,7 @@ import pytest
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.kernels import measure
 from aqg.core.recipes import make_recipe
+from aqg.core.space import _PIECE_BYTES
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
 from aqg.parallel import num_threads
@@ -55,7 +56,7 @@ def test_cuda_takes_the_same_decisions(recipe, setting):
 
 
 def wide_problem(num_clients, dtype="float64"):
-    """Clients whose gradients fill a megabyte, so that threads share the work."""
+    """Clients with large gradients."""
     random = np.random.default_rng(5)
     objective = make_objective("softmax", 3000, 8, 0.1, "mean")
     features = random.standard_normal((num_clients, 4, 3000)).astype(dtype)
@@ -68,8 +69,8 @@ def wide_problem(num_clients, dtype="float64"):
 @pytest.mark.parametrize("name", ["lean", "aqg-2", "onebit"])
 def test_threads_change_nothing(name, threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    problem = wide_problem(num_clients=7)
-    assert 7 * problem.initial_params.nbytes > 1 << 20
+    problem = wide_problem(num_clients=12)
+    assert 12 * problem.initial_params.nbytes > _PIECE_BYTES
     arguments = (problem, make_recipe(name), 0.02)
     fast, reference = FastSimulation(*arguments), ReferenceSimulation(*arguments)
     assert_same(fast, reference, rounds=4)

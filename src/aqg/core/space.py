@@ -29,8 +29,6 @@ Array = Any
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_THREAD_BYTES = 1 << 20
-"""Work on less than this is done before a thread has started."""
 _PIECE_BYTES = 1 << 21
 """Rows handed to a thread at a time: few enough to stay near it from one step to the next."""
 _THREAD_LENGTH = 1 << 15
@@ -93,13 +91,7 @@ class NumpySpace:
         ``vectors`` may be overwritten by them if they are the space's own. Large blocks are worked
         on piece by piece, on all cores.
         """
-        num_rows = len(vectors)
-        if vectors.nbytes < _THREAD_BYTES or num_rows == 1:
-            if mirrors is not None:
-                out = vectors if self.in_place else None
-                vectors = np.subtract(vectors, self.take(mirrors, clients), out=out)
-            return vectors, quantizer.measure(vectors)
-        deltas = vectors
+        deltas, num_rows = vectors, len(vectors)
         if mirrors is not None and not self.in_place:
             deltas = np.empty_like(vectors)
 
@@ -109,6 +101,8 @@ class NumpySpace:
             return quantizer.measure(deltas[piece])
 
         size = max(1, _PIECE_BYTES * num_rows // vectors.nbytes)
+        if size >= num_rows:
+            return deltas, innovate(slice(num_rows))
         pieces = [slice(start, start + size) for start in range(0, num_rows, size)]
         parts = map_threads(innovate, pieces, num_threads())
         return deltas, Innovation(*map(np.concatenate, zip(*parts, strict=True)))

@@ -33,7 +33,7 @@ class ByValue:
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._content() == other._content()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._content() == other._content()
 
     __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 

@@ -13,7 +13,7 @@ of the past. Where both ends keep mirrors that is not so, and recipes with mirro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,21 +66,15 @@ class Speeds:
         return times * np.exp(self.jitter * random.normal(size=len(times)))
 
 
-def _equal(*, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
-    return Speeds(seconds, jitter=jitter)
-
-
-def _lognormal(*, sigma: float = 1.0, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
-    return Speeds(seconds, sigma, jitter=jitter)
-
-
-def _stragglers(
-    *, share: float = 0.2, times: float = 10.0, seconds: float = 1.0, jitter: float = 0.0
-) -> Speeds:
-    return Speeds(seconds, 0.0, share, times, jitter)
-
-
-SPEEDS = {"equal": _equal, "lognormal": _lognormal, "stragglers": _stragglers}
+SPEEDS: dict[str, Callable[..., Speeds]] = {
+    "equal": lambda *, seconds=1.0, jitter=0.0: Speeds(seconds, jitter=jitter),
+    "lognormal": lambda *, sigma=1.0, seconds=1.0, jitter=0.0: Speeds(
+        seconds, sigma, jitter=jitter
+    ),
+    "stragglers": lambda *, share=0.2, times=10.0, seconds=1.0, jitter=0.0: Speeds(
+        seconds, 0.0, share, times, jitter
+    ),
+}
 
 
 @dataclass(frozen=True)

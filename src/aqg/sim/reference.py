@@ -38,12 +38,14 @@ class ReferenceSimulation(Simulation):
         self._load(self._initial_state())
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
+        """Run the six steps of a round, as ``docs/explanation/algorithm.md`` counts them."""
         number, before, present = self.next_round, self.model, self._present()
         deliveries, received = self._deliver(present)
         plan = {m: delivery for clients, delivery in deliveries for m in clients.tolist()}
         losses, faults, replies = np.full(len(self.everyone), np.nan), [], {}
         for m in present.tolist():
-            frame, losses[m], fault = self._client(m, self._tell(m, plan[m]))
+            news = self._tell(m, plan[m])  # 1. ``θ^k``, and how far the model moved lately
+            frame, losses[m], fault = self._client(m, news)  # 2. to 4. ``g_m^k``, and bits of ``Δ``
             message = decode(frame, len(before.parameters), known=known(self.server.peers[m].track))
             replies[m] = Reply(message, len(frame))
             faults += [] if fault is None else [(m, fault)]
@@ -51,8 +53,9 @@ class ReferenceSimulation(Simulation):
         closed = self._close(number, replies, received)
         shares = self._shares(closed.clients) * closed.factors
         for m, reply in zip(closed.clients.tolist(), closed.replies, strict=True):
-            weight = float(shares[m])
+            weight = float(shares[m])  # 5. ``ref_m ← ref_m + Q_b(Δ)``
             self.server = server.take_message(self.recipe, self.server, m, reply.message, weight)
+        # 6. ``θ^{k+1} = θ^k - α Σ_m w_m ref_m``
         self.server, entry = server.publish_round(self.recipe, self.server, self.step)
         self._publish(entry, before)
         widths, sent = closed.widths_and_sizes()
