@@ -11,10 +11,9 @@ import pytest
 from aqg.core.grids import Grid, round_up_to_bfloat16
 from aqg.core.kernels import measure
 from aqg.core.recipes import make_recipe
-from aqg.core.space import _PIECE_BYTES
+from aqg.core.space import _PIECE_BYTES, num_threads
 from aqg.errors import ConfigError
 from aqg.objectives import make_objective
-from aqg.parallel import num_threads
 from aqg.sim.engine import FastSimulation, NumpyBackend, stack_small_clients
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation

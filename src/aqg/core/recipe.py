@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import mul
 
 from aqg.core.policies import Policy
-from aqg.core.quantizers import Quantizer, Verbatim
+from aqg.core.quantizers import Quantizer
 from aqg.core.stages import Stage, WiderTolerance
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
@@ -123,10 +123,6 @@ class Recipe:
     @cached_property
     def all_stages(self) -> dict[str, Stage]:
         return {stage.name: stage for stage in self.stages}
-
-    @property
-    def is_verbatim(self) -> bool:
-        return isinstance(self.quantizer, Verbatim)
 
     @property
     def keeps_residual(self) -> bool:

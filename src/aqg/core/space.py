@@ -8,7 +8,9 @@ test holds them to the ones here. No operation decides anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +22,8 @@ from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
 from aqg.core.track import Memory, advance
 from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.errors import ConfigError
 from aqg.jit import njit
-from aqg.parallel import map_threads, num_threads
 
 Array = Any
 """An array of the space's own kind."""
@@ -193,6 +195,31 @@ class NumpySpace:
 
 Space = NumpySpace
 """A space of any kind: all are made from this one."""
+
+
+def map_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None
+) -> list[Result]:
+    """Apply ``function`` to every item on up to ``threads`` threads (``None``: one per core).
+
+    The results come in order. No thread is started for a single item or a single thread; the
+    kernels behind ``function`` release the interpreter lock.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be at least 1, or None for one per core")
+    workers = min(len(items), threads or os.cpu_count() or 1)
+    if workers <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(workers, thread_name_prefix="aqg") as pool:
+        return list(pool.map(function, items))
+
+
+def num_threads() -> int:
+    """Return how many threads to use: ``OMP_NUM_THREADS``, as for BLAS, or one per core."""
+    try:
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    except (KeyError, ValueError):
+        return os.cpu_count() or 1
 
 
 def as_index(clients: IntArray) -> slice | IntArray:

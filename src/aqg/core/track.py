@@ -60,9 +60,6 @@ class Track(NamedTuple):
     direction: NDArray[np.int8]
     is_held: BoolArray  # whether the position may differ from zero, ``(M,)``
 
-    def row(self, index: int) -> Track:
-        return Track._make(part[index : index + 1] for part in self)
-
     def copy(self) -> Track:
         return Track._make(part.copy() for part in self)
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.arrays import from_arrays, to_arrays
+from aqg.core.quantizers import Verbatim
 from aqg.core.recipe import Recipe
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import GradientError
@@ -87,7 +88,8 @@ def make_statistics(
         return RunStatistics(problem)
     if layout.policy == "local":
         return _Local(problem)
-    return _Averaged(problem, weights, fine=recipe.is_verbatim, average=training.step.average)
+    is_fine = isinstance(recipe.quantizer, Verbatim)
+    return _Averaged(problem, weights, fine=is_fine, average=training.step.average)
 
 
 class _Kept(NamedTuple):
