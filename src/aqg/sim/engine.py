@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.messages import AnyUpload
+from aqg.core.messages import AnyUpload, Skip
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, compress, settle
 from aqg.core.server import Model, add_uploads, take_step
@@ -26,7 +26,7 @@ from aqg.core.track import Flow
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
 from aqg.objectives.closed_form import ClosedForm, Perceptron, Softmax
-from aqg.sim.late import Reply, replies_of
+from aqg.sim.late import Reply
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes
 from aqg.sim.simulation import Simulation
@@ -94,7 +94,8 @@ class FastSimulation(Simulation):
                 if self.replies is None:
                     self._add(senders, uploads, shares)
             if self.replies is not None:
-                replies |= replies_of(block, said.senders, said.uploads, sent)
+                messages = dict(zip(said.senders.tolist(), said.uploads, strict=True))
+                replies |= {m: Reply(messages.get(m, Skip()), int(sent[m])) for m in block.tolist()}
             self._clients = settle(self.recipe, self._clients, said)
             if evaluate:  # last: a GPU need not be waited for
                 losses = with_rows(losses, block, self.space.get(block_losses))

@@ -13,7 +13,7 @@ of the past. Where both ends keep mirrors that is not so, and recipes with mirro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -160,14 +160,6 @@ class Reply(NamedTuple):
     size: int  # of its frame
 
 
-def replies_of(
-    clients: IntArray, senders: IntArray, uploads: Sequence[AnyUpload], sizes: IntArray
-) -> dict[int, Reply]:
-    """Return the replies of some clients, of which those that do not send skip."""
-    messages = dict(zip(senders.tolist(), uploads, strict=True))
-    return {m: Reply(messages.get(m, Skip()), int(sizes[m])) for m in clients.tolist()}
-
-
 class Closed(NamedTuple):
     """The replies that count in a round, in the order of their clients."""
 
@@ -188,12 +180,6 @@ class Closed(NamedTuple):
         widths[self.clients] = [reply.message.width for reply in self.replies]
         sizes[self.clients] = [reply.size for reply in self.replies]
         return widths, sizes
-
-
-def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
-    """Return the replies of a round that waits for all of them."""
-    clients, nobody = np.array(list(replies), np.int64), np.zeros(num_clients, np.bool_)
-    return Closed(clients, list(replies.values()), np.ones(num_clients), nobody)
 
 
 class Pending(NamedTuple):

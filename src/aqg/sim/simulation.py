@@ -21,7 +21,7 @@ from aqg.core.track import Track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import RunError
 from aqg.protocol.log import Delivery, LogState, ReadLog
-from aqg.sim.late import Closed, Pending, Replies, Reply, check_late, in_time
+from aqg.sim.late import Closed, Pending, Replies, Reply, check_late
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.statistics import make_statistics
@@ -189,8 +189,11 @@ class Simulation(ABC):
         self.log.cut(int(self.log.positions.min()))
 
     def _close(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> Closed:
-        if self.replies is None:
-            return in_time(replies, len(self.everyone))
+        if self.replies is None:  # a round waits for all of them
+            clients, count = np.array(list(replies), np.int64), len(self.everyone)
+            return Closed(
+                clients, list(replies.values()), np.ones(count), np.zeros(count, np.bool_)
+            )
         self.replies.send(number, replies, received)
         return self.replies.close(number)
 
@@ -283,13 +286,13 @@ def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients
 
 def check_fits(state: SimulationState, expected: SimulationState) -> None:
     """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
-    shapes = {name: array.shape for name, array in state.to_arrays().items()}
-    for name, array in expected.to_arrays().items():
-        found = shapes.pop(name, None)
-        if found != array.shape and name not in _VARYING:
-            raise RunError(
-                f"checkpoint does not fit the run: {name!r} is not of shape {array.shape}"
-            )
-    extra = [name for name in shapes if name.startswith(_OPTIONAL) and name not in _VARYING]
-    if extra:
-        raise RunError(f"checkpoint does not fit the run: it has {extra[0]!r}")
+    found, wanted = (
+        {name: a.shape for name, a in one.to_arrays().items() if name not in _VARYING}
+        for one in (state, expected)
+    )
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            raise RunError(f"checkpoint does not fit the run: {name!r} is not of shape {shape}")
+    for name in sorted(found.keys() - wanted.keys()):
+        if name.startswith(_OPTIONAL):
+            raise RunError(f"checkpoint does not fit the run: it has {name!r}")
