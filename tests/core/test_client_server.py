@@ -57,22 +57,6 @@ def uploaded(**changes):
     return Upload(**{"levels": levels, "step": 0.5, "width": 2, "grid": Grid.MIDTREAD, **changes})
 
 
-def test_server_steps_along_the_sum_and_reports_its_movement():
-    recipe = make_recipe("laq")
-    state = init_server(recipe, np.zeros(2), num_clients=2)
-    assert broadcast(recipe, state).movement == 0.0
-    for client in range(2):
-        message = Upload(np.array([3, 0], np.uint8), 1.0, 2, Grid.MIDRISE)  # +1.5, -1.5
-        state = take_message(recipe, state, client, message)
-    state = finish_round(recipe, state, step_size=0.1)
-    assert state.parameters.tolist() == pytest.approx([-0.3, 0.3])
-    # (1/α²M²)·ξ_1·‖θ² − θ¹‖² with ξ_1 = 1/10
-    assert broadcast(recipe, state).movement == pytest.approx(0.1 * (0.3**2 * 2) / (0.1**2 * 4))
-    # Nobody uploads: the server goes on with what it knows.
-    again = finish_round(recipe, state, step_size=0.1)
-    assert again.parameters.tolist() == pytest.approx([-0.6, 0.6])
-
-
 @pytest.mark.parametrize(
     ("name", "dropout_rate", "after_one", "after_two"),
     [("signsgd", 0.0, -0.5, -0.5), ("lean", 0.0, -0.5, -1.0), ("aqg-augmented", 0.75, -2.0, -4.0)],

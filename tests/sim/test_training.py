@@ -116,21 +116,6 @@ def test_optimizers_by_hand():
         assert np.array(updates) == pytest.approx(np.array([momentum, adam, direction, direction]))
 
 
-@pytest.mark.parametrize("feature", ["momentum", "adam"])
-def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
-    optimizer = SETTINGS[feature].training.optimizer
-    simulation = simulate(ReferenceSimulation, "gd", SETTINGS[feature].training)
-    state = optimizer.init(21)
-    for _ in range(3):
-        before = simulation.parameters
-        simulation.run_round()
-        server = simulation.server.model
-        state, update = optimizer.step(state, server.total)
-        assert simulation.parameters == pytest.approx(before - 0.05 * update, rel=1e-12)
-        expected = 0.1 * server.total @ server.total / 6**2  # fresh share 1 - 0.9
-        assert server.history[0] == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", ["gd", "qsgd", "lean"])
 def test_weights_by_hand(name):
     """Clients have 20, 27, .. 55 samples; each counts by its own in the sum and in the loss."""
