@@ -15,7 +15,7 @@ from aqg.objectives import make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
+from aqg.sim.simulation import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
 _FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]
@@ -112,17 +112,20 @@ def settings(*few):
     return crossed(_FEW, few) if few else crossed(_FEW, list(SETTINGS)) + others
 
 
-def tiny_problem(dtype="float64", num_clients=4, l2=0.1, unequal=False):
-    """Softmax on random data: 6 features, 3 classes, each client with its own bias."""
+def tiny_problem(
+    dtype="float64", num_clients=4, l2=0.1, unequal=False, model="softmax", scaling="mean"
+):
+    """Random data: 6 features, 3 classes (2 for ``logistic``), each client with its own bias."""
     rng = np.random.default_rng(11)
-    objective = make_objective("softmax", 6, 3, l2, "mean")
+    num_classes = 2 if model == "logistic" else 3
+    objective = make_objective(model, 6, num_classes, l2, scaling)
     centers = rng.standard_normal((3, 6))
     clients = []
     for client in range(num_clients):
         size = 20 + (7 * client if unequal else 0)
         labels = rng.choice(3, size, p=np.roll([0.7, 0.2, 0.1], client))
         features = centers[labels] + rng.standard_normal((size, 6))
-        clients.append(Samples(features.astype(dtype), labels.astype(np.int64)))
+        clients.append(Samples(features.astype(dtype), labels.astype(np.int64) % num_classes))
     initial = objective.init_params(3).astype(dtype)
     return Problem(objective, tuple(clients), initial, test=clients[0])
 
@@ -145,6 +148,8 @@ def check_engines(*arguments, rounds, **options):
             assert one.run_round() == expected
     for one in fast, resumed, restored:
         assert_same(one, reference)
+    for m, client in enumerate(reference.clients):
+        assert client.track.position[0].tobytes() == reference.server.mirror(m).tobytes()
     return reference, fast
 
 

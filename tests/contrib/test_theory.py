@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from aqg.cli.app import run_app
 from aqg.contrib import theory
 from aqg.contrib.theory import global_constants, local_curvature, step_weights, watch_run
+from aqg.core.policies import Always
 from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError
-from aqg.objectives import make_objective
 from aqg.objectives.optimum import find_optimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.problem import Problem, Samples
 
 from papers import lemmas
 from tests.problems import tiny_problem
@@ -82,10 +81,8 @@ def descend_with_errors(alpha, weights, num_rounds, seed, fill="zero"):
 
     Return the loss before each round, and the squared length of each round's step.
     """
-    movement = Movement(tuple(weights), fill)
-    random = np.random.default_rng(seed)
-    point = random.standard_normal(len(EIGENVALUES))
-    losses, steps = [], []
+    movement, random = Movement(tuple(weights), fill), np.random.default_rng(seed)
+    point, losses, steps = random.standard_normal(len(EIGENVALUES)), [], []
     for _ in range(num_rounds):
         losses.append(0.5 * np.sum(EIGENVALUES * point**2))
         allowed = movement.of(tuple(steps[: -len(weights) - 1 : -1])) / alpha**2
@@ -167,23 +164,8 @@ def test_the_wider_region_contracts_as_promised(part, seed):
     assert scaled[-1] <= 2 * gamma * (1 - promised) ** 59 * scaled[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("alpha", "smoothness"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)])
-def test_numbers_that_make_no_sense(alpha, smoothness):
-    with pytest.raises(ConfigError, match="must be above 0"):
-        theory.contraction(alpha, (0.01,), smoothness, 0.1)
-
-
-def make_problem(model, scaling, num_classes=3, l2=0.05):
-    random = np.random.default_rng(5)
-    objective = make_objective(model, 4, num_classes, l2, scaling)
-    clients = tuple(
-        Samples(
-            random.standard_normal((size, 4)) * [1, 2, 0.5, 1],
-            random.integers(0, num_classes, size),
-        )
-        for size in (7, 12, 9)
-    )
-    return Problem(objective, clients, objective.init_params(1))
+def make_problem(model, scaling="mean"):
+    return tiny_problem(num_clients=3, l2=0.05, unequal=True, model=model, scaling=scaling)
 
 
 def dense_hessian(problem, params, weights, step=1e-5):
@@ -201,9 +183,9 @@ WEIGHTS = np.array([0.75, 1.5, 0.75])
 
 
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
-@pytest.mark.parametrize(("model", "num_classes"), [("logistic", 2), ("softmax", 3)])
-def test_no_model_is_more_or_less_curved(model, num_classes, scaling):
-    problem = make_problem(model, scaling, num_classes)
+@pytest.mark.parametrize("model", ["logistic", "softmax"])
+def test_no_model_is_more_or_less_curved(model, scaling):
+    problem = make_problem(model, scaling)
     constants = global_constants(problem, WEIGHTS)
     random = np.random.default_rng(0)
     for scale in (0.0, 0.3, 3.0, 30.0):
@@ -217,21 +199,20 @@ def test_no_model_is_more_or_less_curved(model, num_classes, scaling):
 
 
 def test_softmax_constants_are_approached():
-    problem = make_problem("softmax", "mean")
-    constants = global_constants(problem, WEIGHTS)
+    problem = make_problem("softmax")
+    largest, smallest = global_constants(problem, WEIGHTS)
     params = np.zeros(problem.objective.num_params)
-    params[-3:] = [20.0, 20.0, 0.0]  # two classes share everything, by their biases alone
-    values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
-    assert values[-1] == pytest.approx(constants.smoothness, rel=1e-5)
-    params[-3:] = [40.0, 0.0, 0.0]  # one class has it all
-    values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
-    assert values[-1] == pytest.approx(constants.strong_convexity, rel=1e-4)
+    # two classes share everything, by their biases alone; one class has it all
+    for biases, expected in ([20.0, 20.0, 0.0], largest), ([40.0, 0.0, 0.0], smallest):
+        params[-3:] = biases
+        values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
+        assert values[-1] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("model", ["logistic", "softmax", "mlp:3"])
 @pytest.mark.parametrize("scaling", ["mean", "sum"])
 def test_local_curvature_is_the_hessians(model, scaling):
-    problem = make_problem(model, scaling, 2 if model == "logistic" else 3)
+    problem = make_problem(model, scaling)
     params = problem.initial_params + 0.1
     curvature = local_curvature(problem, params, WEIGHTS)
     values = np.linalg.eigvalsh(dense_hessian(problem, params, WEIGHTS))
@@ -239,102 +220,91 @@ def test_local_curvature_is_the_hessians(model, scaling):
     assert curvature.smallest == pytest.approx(values[0], abs=1e-3 * values[-1])
 
 
-def test_float32_samples_and_wrong_weights():
-    single, double = tiny_problem("float32"), tiny_problem("float64")
-    weights = np.ones(4)
-    assert global_constants(single, weights).smoothness == pytest.approx(
-        global_constants(double, weights).smoothness, rel=1e-5
-    )
+def test_float32_samples_and_numbers_that_make_no_sense():
+    single, double = (global_constants(tiny_problem(d), np.ones(4)) for d in ("float32", "float64"))
+    assert single.smoothness == pytest.approx(double.smoothness, rel=1e-5)
     with pytest.raises(ConfigError, match="3 weights for 4 clients"):
-        global_constants(double, np.ones(3))
+        global_constants(tiny_problem(), np.ones(3))
+    for alpha, smoothness in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            theory.contraction(alpha, (0.01,), smoothness, 0.1)
 
 
 @pytest.fixture(scope="module")
-def problem():
-    return tiny_problem()
+def watch():
+    """Return a function that runs a recipe and measures V."""
+    problem = tiny_problem()
+    minimum = find_optimum(problem.objective, problem.clients).value
+
+    def run(recipe, alpha, num_rounds):
+        simulation = FastSimulation(problem, recipe, alpha)
+        weights = () if recipe.policy == Always(32) else recipe.movement.weights
+        return watch_run(simulation, num_rounds, 4, minimum, weights, alpha), minimum
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def minimum(problem):
-    return find_optimum(problem.objective, problem.clients).value
-
-
-def test_it_is_the_papers_formula(problem, minimum):
+def test_it_is_the_papers_formula(watch):
     recipe, alpha = make_recipe("laq"), 0.05
-    trace = watch_run(
-        FastSimulation(problem, recipe, alpha), 15, 4, minimum, recipe.movement.weights, alpha
-    )
-    simulation = FastSimulation(problem, recipe, alpha)
-    models = [simulation.parameters.copy()]
-    beta = step_weights(recipe.movement.weights, alpha)
+    trace, minimum = watch(recipe, alpha, 15)
+    simulation = FastSimulation(tiny_problem(), recipe, alpha)
+    models, beta = [simulation.parameters.copy()], step_weights(recipe.movement.weights, alpha)
     for k in range(15):
-        loss = simulation.run_round().loss
-        value = 4 * (loss - minimum)
-        for d in range(1, len(beta) + 1):
-            if k - d >= 0:
-                value += beta[d - 1] * np.sum((models[k - d + 1] - models[k - d]) ** 2)
+        steps = np.square(np.diff(models, axis=0)).sum(axis=1)[::-1][: len(beta)]
+        value = 4 * (simulation.run_round().loss - minimum) + beta[: len(steps)] @ steps
         models.append(simulation.parameters.copy())
         assert trace.values[k] == pytest.approx(value, rel=1e-12)
 
 
-def test_lean_inside_its_region_always_descends_and_as_fast_as_promised(problem, minimum):
-    constants = global_constants(problem, np.ones(4))
+def test_lean_inside_its_region_always_descends_and_as_fast_as_promised(watch):
+    constants = global_constants(tiny_problem(), np.ones(4))
     recipe = make_recipe("lean:xi=0.5", bits=8)  # with 8 bits the tolerance is always met
     alpha = theory.largest_step_size_within_tolerance(0.5, constants.smoothness)
-    weights = recipe.movement.weights
-    trace = watch_run(FastSimulation(problem, recipe, alpha), 400, 4, minimum, weights, alpha)
-    assert trace.decrease_share == 1.0
+    assert watch(recipe, alpha, 400)[0].decrease_share == 1.0
     inside = 0.9 * alpha
-    trace = watch_run(FastSimulation(problem, recipe, inside), 400, 4, minimum, weights, inside)
-    promised = theory.contraction_within_tolerance(
-        inside, weights, constants.smoothness, constants.strong_convexity
-    )
-    assert trace.fitted_rate <= 1 - promised
+    promised = theory.contraction_within_tolerance(inside, recipe.movement.weights, *constants)
+    assert watch(recipe, inside, 400)[0].fitted_rate <= 1 - promised
 
 
-def test_a_diverging_run_ends_the_trace(problem, minimum):
-    recipe = make_recipe("gd")
-    trace = watch_run(FastSimulation(problem, recipe, 50.0), 300, 4, minimum, (), 50.0)
+def test_a_diverging_run_ends_the_trace(watch):
+    trace, _ = watch(make_recipe("gd"), 50.0, 300)
     assert np.isfinite(trace.values).all()
     assert trace.decrease_share < 1 or len(trace.values) < 300
 
 
-def test_the_command_on_settings_and_on_a_run(tmp_path, capsys):
-    assert run_app(["theory", "--recipe", "lean,gd", "--json"]) == 0
-    lean, gd = json.loads(capsys.readouterr().out)["theory"]
-    assert lean["weight_sum"] == 1.0
-    assert lean["largest_guaranteed_alpha"] == 0.0
+@pytest.fixture
+def said(capsys):
+    """Return a function that runs a command and returns its words, or its rows as JSON."""
+
+    def run(*arguments):
+        assert run_app(list(arguments)) == 0
+        out = capsys.readouterr().out
+        return json.loads(out)["theory"] if "--json" in arguments else " ".join(out.split())
+
+    return run
+
+
+def test_the_command_on_settings_and_on_a_run(tmp_path, said):
+    lean, gd = said("theory", "--recipe", "lean,gd", "--json")
+    assert (lean["weight_sum"], lean["largest_guaranteed_alpha"]) == (1.0, 0.0)
     assert not lean["is_guaranteed"]
     assert gd["largest_guaranteed_alpha"] == pytest.approx(1 / (2 * gd["smoothness"]))
 
-    run = tmp_path / "run"
-    alpha = str(0.4 / lean["smoothness"])
-    arguments = ["run", "--recipe", "lean:xi=0.5", "--alpha", alpha, "--rounds", "30"]
-    assert run_app([*arguments, "--out", str(run)]) == 0
-    capsys.readouterr()
-    assert run_app(["theory", str(run / "lean_xi-0.5"), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["theory"]
+    alpha, run = str(0.4 / lean["smoothness"]), str(tmp_path / "run")
+    said("run", "--recipe", "lean:xi=0.5", "--alpha", alpha, "--rounds", "30", "--out", run)
+    (row,) = said("theory", f"{run}/lean_xi-0.5", "--json")
     assert row["is_guaranteed"]
     assert row["lyapunov"]["decrease_share"] == 1.0
     assert row["lyapunov"]["fitted_rate"] <= row["rate_bound"] < 1
-    assert run_app(["theory", str(run)]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = said("theory", run)
     assert "is inside" in words
     assert "did not rise in 100.0%" in words
 
 
-def test_the_command_says_that_a_run_diverges(tmp_path, capsys):
-    run = tmp_path / "run"
-    arguments = ["run", "--recipe", "gd", "--alpha", "50", "--rounds", "8", "--out", str(run)]
-    assert run_app(arguments) == 0
-    assert run_app(["theory", str(run / "gd")]) == 0
-    assert "the run does not converge" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_command_says_what_is_outside_the_theory(capsys):
-    arguments = ["theory", "--model", "mlp:4", "--recipe", "aqg-2", "--set", "dropout=0.5"]
-    assert run_app(arguments) == 0
-    words = " ".join(capsys.readouterr().out.split())
+def test_the_command_says_what_is_outside_the_theory(tmp_path, said, capsys):
+    said("run", "--recipe", "gd", "--alpha", "50", "--rounds", "8", "--out", f"{tmp_path}/run")
+    assert "the run does not converge" in said("theory", f"{tmp_path}/run/gd")
+    words = said("theory", "--model", "mlp:4", "--recipe", "aqg-2", "--set", "dropout=0.5")
     assert "not convex" in words
     assert "the paper's own setting, Σξ = 1, is outside its guarantee" in words
     assert "drop out with probability 0.5" in words

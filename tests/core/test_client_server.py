@@ -36,205 +36,139 @@ def test_a_bad_gradient_is_reported_and_changes_nothing(name, bad):
 
 
 @pytest.mark.parametrize("name", ["lag", "laq", "aqg", "aqg-2", "lean"])
-def test_a_silent_client_must_speak_after_max_staleness_rounds(name):
+def test_a_client_must_upload_after_max_staleness_rounds(name):
     recipe = make_recipe(name, max_staleness=5)
     gradient = np.random.default_rng(1).standard_normal(SIZE)
     state = init_client(recipe, SIZE, np.dtype("float64"))
-    spoke = []
+    sent = []
     for k in range(1, 14):
         state, message = respond(recipe, state, gradient, 1e9, (0, 0, k))
-        spoke.append(not isinstance(message, Skip))
-    # Five silent rounds, then a forced upload, again and again.
-    assert spoke == [False] * 5 + [True] + [False] * 5 + [True] + [False]
+        sent.append(not isinstance(message, Skip))
+    # Five rounds without, then a forced upload, again and again.
+    assert sent == [False] * 5 + [True] + [False] * 5 + [True] + [False]
 
 
 def upload(size=SIZE, level=2):
     return Upload(np.full(size, level, np.uint8), 0.5, 2, Grid.MIDTREAD)
 
 
-def test_server_refuses_a_bad_message_and_keeps_its_state():
-    recipe = make_recipe("lean")
-    state = init_server(recipe, np.zeros(SIZE), 3)
-    state = take_message(recipe, state, 1, upload())
-    with pytest.raises(MessageError, match="client 2 sent 11 coordinates; the model has 12"):
-        take_message(recipe, state, 2, upload(11))
-    with pytest.raises(MessageError, match="level 3 is not below 3"):
-        take_message(recipe, state, 2, upload(level=3))
-    with pytest.raises(MessageError, match="NaN"):
-        take_message(recipe, state, 2, DenseUpload(np.full(SIZE, np.nan, np.float32)))
-    assert np.array_equal(state.mirror(1), np.full(SIZE, 0.5))
-    assert np.array_equal(state.model.total, np.full(SIZE, 0.5))
+def uploaded(**changes):
+    levels = np.zeros(4, np.uint8)
+    return Upload(**{"levels": levels, "step": 0.5, "width": 2, "grid": Grid.MIDTREAD, **changes})
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 0}, "width 0 is outside 1..16"),
-        ({"step": 0.3}, "step 0.3 is not a bfloat16"),
-        ({"step": float("nan")}, "step nan"),
-        ({"levels": np.zeros((2, 2), np.uint8)}, r"levels are uint8 of shape \(2, 2\)"),
-        ({"levels": np.zeros(4, np.uint16)}, r"levels are uint16 .*; they must be uint8"),
-    ],
+    ("name", "dropout_rate", "after_one", "after_two"),
+    [("signsgd", 0.0, -0.5, -0.5), ("lean", 0.0, -0.5, -1.0), ("aqg-augmented", 0.75, -2.0, -4.0)],
 )
-def test_uploads_check_their_parts(changes, message):
-    parts = {"levels": np.zeros(4, np.uint8), "step": 0.5, "width": 2, "grid": Grid.MIDTREAD}
-    with pytest.raises(MessageError, match=message):
-        Upload(**{**parts, **changes})
-
-
-def test_server_steps_along_the_sum_and_reports_its_movement():
-    recipe = make_recipe("laq")
-    state = init_server(recipe, np.zeros(2), num_clients=2)
-    assert broadcast(recipe, state).movement == 0.0
-    for client in range(2):
-        message = Upload(np.array([3, 0], np.uint8), 1.0, 2, Grid.MIDRISE)  # +1.5, -1.5
-        state = take_message(recipe, state, client, message)
-    state = finish_round(recipe, state, step_size=0.1)
-    assert state.parameters.tolist() == pytest.approx([-0.3, 0.3])
-    # (1/α²M²)·ξ_1·‖θ² − θ¹‖² with ξ_1 = 1/10
-    assert broadcast(recipe, state).movement == pytest.approx(0.1 * (0.3**2 * 2) / (0.1**2 * 4))
-    # Nobody speaks: the server goes on with what it knows.
-    again = finish_round(recipe, state, step_size=0.1)
-    assert again.parameters.tolist() == pytest.approx([-0.6, 0.6])
-
-
-def test_augmented_amplifies_the_sum_but_not_the_mirrors():
-    recipe = make_recipe("aqg-augmented")
-    state = init_server(recipe, np.zeros(SIZE), 1)
-    state = take_message(recipe, state, 0, upload())
-    stepped = finish_round(recipe, state, step_size=1.0, dropout_rate=0.75)
-    assert stepped.parameters.tolist() == [-2.0] * SIZE
-    assert stepped.mirror(0).tolist() == [0.5] * SIZE
-
-
-def test_memoryless_uploads_are_used_once():
-    recipe = make_recipe("signsgd")
-    state = init_server(recipe, np.zeros(SIZE), 2)
-    state = finish_round(recipe, take_message(recipe, state, 0, upload()), step_size=1.0)
-    assert state.parameters.tolist() == [-0.5] * SIZE
-    assert finish_round(recipe, state, step_size=1.0).parameters.tolist() == [-0.5] * SIZE
+def test_sums_are_amplified_and_used_once_or_kept(name, dropout_rate, after_one, after_two):
+    """A mirror is what was sent, whatever the step."""
+    recipe = make_recipe(name)
+    state = take_message(recipe, init_server(recipe, np.zeros(SIZE), 2), 0, upload())
+    for expected in after_one, after_two:
+        state = finish_round(recipe, state, 1.0, dropout_rate)
+        assert state.parameters.tolist() == [expected] * SIZE
+    assert state.mirror(0).tolist() == ([] if name == "signsgd" else [0.5] * SIZE)
 
 
 LEAN = make_recipe("lean")
+CLIENT, SERVER = init_client(LEAN, SIZE, "float64"), init_server(LEAN, np.zeros(SIZE), 3)
+NEWS = broadcast(LEAN, SERVER)
+_, FRAME = client_step(LEAN, CLIENT, np.ones(SIZE), NEWS)
 
 
-def start(name="lean", num_clients=3):
-    recipe = make_recipe(name)
-    client = init_client(recipe, SIZE, "float64")
-    return recipe, client, init_server(recipe, np.zeros(SIZE), num_clients)
+def answer(gradient):
+    return client_step(LEAN, CLIENT, gradient, NEWS)
 
 
-@pytest.mark.parametrize("name", ["lean", "qsgd", "stc", "auto", "gd", "ef21-m"])
-@pytest.mark.parametrize(
-    ("gradient", "complaint"),
-    [
-        (np.ones(1), "gradient has 1 values, the client's state is for 12"),
-        (np.ones(13), "gradient has 13 values"),
-        (np.float64(1.0), "a gradient is a NumPy array, not float64"),
-        (np.array(1.0), r"of shape \(n,\), not \(\)"),
-        (np.ones((1, SIZE)), r"of shape \(n,\), not \(1, 12\)"),
-        ([1.0] * SIZE, "a gradient is a NumPy array, not list"),
-        (None, "a gradient is a NumPy array, not NoneType"),
-        (np.ones(SIZE, np.float16), "gradient is float16, the client's state float64"),
-        (np.ones(SIZE, np.float32), "gradient is float32, the client's state float64"),
-        (np.ones(SIZE, np.int64), "gradient is int64"),
-    ],
-)
-def test_bad_gradients(name, gradient, complaint):
-    recipe, client, server = start(name)
-    with pytest.raises(GradientError, match=complaint):
-        client_step(recipe, client, gradient, broadcast(recipe, server))
+def take(message):
+    return take_message(LEAN, SERVER, 0, message)
 
 
-BAD = {
-    "client": (-1, 3, 10**9, 0.0, "0", None, True),
-    "weight": (np.nan, np.inf, "1", None),
-    "frame": (None, "frame", 7, b"", b"\xff", [1, 2]),
-}
-COMPLAINTS = {
-    "client": (MessageError, r"it must be a whole number in 0\.\.2"),
-    "weight": (MessageError, "weight of client 1 is"),
-    "frame": (WireError, None),
-}
+def told(client=1, frame=FRAME, weight=1.0):
+    return receive(LEAN, SERVER, client, frame, weight)
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
-def test_what_a_server_is_told(name, value):
-    recipe, state, server = start()
-    _, frame = client_step(recipe, state, np.ones(SIZE), broadcast(recipe, server))
-    error, complaint = COMPLAINTS[name]
-    with pytest.raises(error, match=complaint):
-        receive(recipe, server, **{"client": 1, "frame": frame, "weight": 1.0, name: value})
-    assert server.num_clients == 3
+def finish(*arguments):
+    return finish_round(LEAN, SERVER, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"step_size": np.nan}, "step_size is nan"),
-        ({"step_size": np.inf}, "step_size is inf"),
-        ({"step_size": "0.1"}, "step_size is '0.1'"),
-        ({"step_size": 0.1, "dropout_rate": 1.0}, "dropout_rate is 1.0"),
-        ({"step_size": 0.1, "sampled": 0.0}, "sampled is 0.0"),
-    ],
-)
-def test_bad_steps(arguments, complaint):
-    recipe, _, server = start()
-    with pytest.raises(ConfigError, match=complaint):
-        finish_round(recipe, server, **arguments)
+def begin(parameters, num_clients=1):
+    return init_server(LEAN, parameters, num_clients)
 
 
-@pytest.mark.parametrize("name", ["lean", "qsgd", "auto"])
-def test_the_same_upload_counts_once(name):
-    recipe, client, server = start(name)
-    _, frame = client_step(recipe, client, np.ones(SIZE), broadcast(recipe, server))
-    server = receive(recipe, server, 1, frame)
-    heard = server.model.total.copy()
+def client_of(*arguments):
+    return init_client(LEAN, *arguments)
+
+
+def length_is(length):
+    return aqg.decode(aqg.encode(aqg.Skip()), length)
+
+
+LEVELS = {"levels": np.zeros((2, 2), np.uint8)}, {"levels": np.zeros(4, np.uint16)}
+NAN = np.full(SIZE, np.nan, np.float32)
+# What does what; on what arguments; what the error says.
+REFUSED = [
+    (answer, (np.ones(1),), "gradient has 1 values, the client's state is for 12"),
+    (answer, (np.ones(13),), "gradient has 13 values"),
+    (answer, (np.float64(1.0),), "a gradient is a NumPy array, not float64"),
+    (answer, (np.array(1.0),), r"of shape \(n,\), not \(\)"),
+    (answer, (np.ones((1, SIZE)),), r"of shape \(n,\), not \(1, 12\)"),
+    (answer, ([1.0] * SIZE,), "a gradient is a NumPy array, not list"),
+    (answer, (np.ones(SIZE, np.float16),), "gradient is float16, the client's state float64"),
+    (answer, (np.ones(SIZE, np.int64),), "gradient is int64"),
+    (take, (upload(11),), "client 0 sent 11 coordinates; the model has 12"),
+    (take, (upload(level=3),), "level 3 is not below 3"),
+    (take, (DenseUpload(NAN),), "NaN"),
+    *((take, (m,), r"client 0 sent a .*, which is no message") for m in (None, b"", np.ones(3))),
+    *((aqg.encode, (m,), "no message") for m in (None, b"", "skip", 3, np.ones(SIZE))),
+    *((told, (m,), r"whole number in 0\.\.2") for m in (-1, 3, 10**9, 0.0, "0", None, True)),
+    *((told, (1, FRAME, w), "weight of client 1 is") for w in (np.nan, np.inf, "1", None)),
+    *((told, (1, frame), None) for frame in (None, "frame", 7, b"", b"\xff", [1, 2])),
+    *((length_is, (n,), "expected_length is") for n in (3.0, "3", None, True, -1)),
+    *((finish, (size,), f"step_size is {size!r}") for size in (np.nan, np.inf, "0.1")),
+    (finish, (0.1, 1.0), "dropout_rate is 1.0"),
+    (finish, (0.1, 0.0, 0.0), "sampled is 0.0"),
+    *((begin, (np.zeros(SIZE), count), "num_clients is") for count in (0, -1, 2.0, None)),
+    *((begin, (p,), "parameters are") for p in (np.zeros((2, 2)), np.zeros(0), [0.0], None, 0.0)),
+    *((client_of, (count,), "num_params is") for count in (0, -3, 2.5)),
+    (client_of, (SIZE, "int64"), "dtype is int64; choose from float32, float64"),
+    (begin, (np.zeros(SIZE, "float16"),), "dtype is float16; choose from float32, float64"),
+    (lambda news: client_step(LEAN, CLIENT, np.ones(SIZE), news), (0.5,), "news is a float"),
+    (lambda: uploaded(width=0), (), "width 0 is outside 1..16"),
+    (lambda: uploaded(step=0.3), (), "step 0.3 is not a bfloat16"),
+    (lambda: uploaded(step=float("nan")), (), "step nan"),
+    (lambda: uploaded(**LEVELS[0]), (), r"levels are uint8 of shape \(2, 2\)"),
+    (lambda: uploaded(**LEVELS[1]), (), r"levels are uint16 .*; they must be uint8"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "complaint"), REFUSED)
+def test_what_is_refused(function, arguments, complaint):
+    """In one line that names the value; the server's state stays as it was."""
+    kind = {answer: GradientError, finish: ConfigError, begin: ConfigError, client_of: ConfigError}
+    wrong = kind.get(
+        function, WireError if complaint in (None, "expected_length is") else MessageError
+    )
+    with pytest.raises(wrong, match=complaint):
+        function(*arguments)
+    assert not SERVER.model.total.any()
+    assert not any(SERVER.mirror(client).any() for client in range(3))
+
+
+def test_the_same_upload_counts_once():
+    server = told()
+    total = server.model.total.copy()
     with pytest.raises(MessageError, match="client 1 has sent a message in round 1 already"):
-        receive(recipe, server, 1, frame)
-    assert np.array_equal(server.model.total, heard)
-    server = finish_round(recipe, server, 0.1)
-    receive(recipe, server, 1, aqg.encode(aqg.Skip()))
-
-
-@pytest.mark.parametrize("message", [None, b"", "skip", 3, np.ones(SIZE)])
-def test_what_is_no_message(message):
-    with pytest.raises(MessageError, match="no message"):
-        aqg.encode(message)
-    recipe, _, server = start()
-    with pytest.raises(MessageError, match=r"client 0 sent a .*, which is no message"):
-        take_message(recipe, server, 0, message)
-
-
-@pytest.mark.parametrize("length", [3.0, "3", None, True, -1])
-def test_bad_lengths_of_frames(length):
-    with pytest.raises(WireError, match="expected_length is"):
-        aqg.decode(aqg.encode(aqg.Skip()), length)
-
-
-def test_no_clients_and_no_parameters():
-    for count in (0, -1, 2.0, None):
-        with pytest.raises(ConfigError, match="num_clients is"):
-            init_server(LEAN, np.zeros(SIZE), count)
-    for parameters in (np.zeros((2, 2)), np.zeros(0), [0.0], None, 0.0):
-        with pytest.raises(ConfigError, match="parameters are"):
-            init_server(LEAN, parameters, 1)
-    for dtype in ("float16", "int64"):
-        with pytest.raises(ConfigError, match=f"dtype is {dtype}; choose from float32, float64"):
-            init_server(LEAN, np.zeros(SIZE, dtype), 1)
-        with pytest.raises(ConfigError, match=f"dtype is {dtype}"):
-            init_client(LEAN, SIZE, dtype)
-    for count in (0, -3, 2.5):
-        with pytest.raises(ConfigError, match="num_params is"):
-            init_client(LEAN, count)
-    with pytest.raises(MessageError, match="news is a float"):
-        client_step(LEAN, init_client(LEAN, SIZE), np.zeros(SIZE, np.float32), 0.5)
+        receive(LEAN, server, 1, FRAME)
+    assert np.array_equal(server.model.total, total)
+    receive(LEAN, finish_round(LEAN, server, 0.1), 1, aqg.encode(aqg.Skip()))
 
 
 @pytest.mark.parametrize("name", ["lean", "auto", "stc", "ef21-m", "clag", "gd", "onebit"])
 def test_inputs_are_never_changed(name):
-    recipe, client, server = start(name)
-    rng = np.random.default_rng(0)
+    recipe, rng = make_recipe(name), np.random.default_rng(0)
+    client, server = init_client(recipe, SIZE, "float64"), init_server(recipe, np.zeros(SIZE), 3)
     for _ in range(6):
         gradient = rng.standard_normal(SIZE)
         gradient.flags.writeable = False

@@ -15,7 +15,7 @@ from aqg.core.grids import (
     round_up_to_bfloat16,
     value_table,
 )
-from aqg.core.kernels import add_levels, measure, quantize
+from aqg.core.kernels import measure, quantize
 
 WIDTHS = st.integers(1, 16)
 
@@ -98,18 +98,6 @@ def test_levels_are_the_nearest(vector, width, grid):
     chosen = distance[levels, np.arange(len(vector))]
     slack = 2.0 ** (width - 21) if vector.dtype == np.float32 else 2.0 ** (width - 50)
     assert np.all(chosen <= best + slack * step)
-
-
-@given(ANY_VECTOR, WIDTHS, st.sampled_from(list(Grid)))
-def test_adding_levels_rounds_once(vector, width, grid):
-    step = measure(vector, grid, width).steps[width - 1].item()
-    levels = quantize(vector, grid, width, step)
-    dtype = vector.dtype.type
-    result = add_levels(vector, levels, value_table(grid, width, step, dtype))
-    value = value_table(grid, width, step, np.float64)[levels]
-    assert result.dtype == vector.dtype
-    assert np.array_equal(value.astype(dtype), value)  # exact, so that the sum alone rounds
-    assert np.array_equal(result, vector + value.astype(dtype))
 
 
 SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])

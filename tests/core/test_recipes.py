@@ -1,4 +1,4 @@
-"""One contract for every recipe in the table, and the rules of the paper checked by hand."""
+"""One contract for every recipe in the table; ties and edges of the rules by hand."""
 
 from functools import cache
 
@@ -18,15 +18,13 @@ from aqg.core.policies import (
     Multilevel,
     Tolerance,
     TwoLevel,
-    thresholds,
 )
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe, register
 from aqg.errors import ConfigError
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Dropout
 
-from tests.problems import SOME_RECIPES, some_recipes, tiny_problem
+from tests.problems import SOME_RECIPES, tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
@@ -50,27 +48,6 @@ def losses_of(name):
 def test_converges(name):
     (start, end), (_, best) = losses_of(name), losses_of("gd")
     assert end - best < GAPS.get(name, 0.05) * (start - best)
-
-
-@pytest.mark.parametrize(("name", "dtype"), some_recipes("float32", "float64"))
-def test_mirrors_agree_to_the_last_bit(name, dtype):
-    """Long run, random drops, one client away for a while: both sides hold the same bits."""
-    dropout = Dropout(0.4, seed=3, absences=((2, 20, 70),))
-    problem, recipe = tiny_problem(dtype, unequal=True), make_recipe(name, max_staleness=20)
-    simulation = ReferenceSimulation(problem, recipe, STEP_SIZES.get(name, 0.1), dropout)
-    records = list(simulation.run_rounds(110))
-    server = simulation.server
-    mirrors = [server.mirror(m) for m in range(server.num_clients)]
-    for client, mirror in zip(simulation.clients, mirrors, strict=True):
-        assert np.array_equal(client.track.position[0], mirror)
-        assert client.track.position.dtype == simulation.parameters.dtype == dtype
-    if recipe.memory.keeps_mirror:
-        total = np.sum([m.astype(np.float64) for m in mirrors], axis=0)
-        assert server.model.total == pytest.approx(total, rel=1e-9, abs=1e-12)
-    assert all(record.widths[2] == -1 for record in records[19:70])
-    dropped = np.mean([[width == -1 for width in r.widths[:2]] for r in records])
-    assert 0.3 < dropped < 0.5
-    assert simulation.loss() < records[0].loss
 
 
 def test_users_add_their_own():
@@ -101,29 +78,6 @@ def innovation(quantized_norm, errors, squared_norm=1.0):
 
 ERRORS = [4.0, 1.0, 0.25, 0.0625]  # widths 1..4
 STORED = np.array([0.4, 0.1, 0.02, 0.01])
-
-
-def test_thresholds_read_the_errors_backwards():
-    limits = thresholds(Case(innovation(9.0, ERRORS), 0.5, STORED))
-    by_hand = [0.5 + 3 * (STORED[4 - b] + ERRORS[4 - b]) for b in (1, 2, 3, 4)]
-    assert limits.tolist() == pytest.approx(by_hand)
-
-
-@pytest.mark.parametrize(
-    ("norm", "laq", "two_level", "multilevel"),
-    [
-        (0.70, (False, 4), (False, 2), (False, 1)),  # below T_1 = 0.7175
-        (0.72, (True, 4), (True, 2), (True, 1)),
-        (1.32, (True, 4), (True, 2), (True, 2)),  # T_2 = 1.31
-        (3.81, (True, 4), (True, 2), (True, 3)),  # T_3 = 3.8
-        (13.8, (True, 4), (True, 4), (True, 4)),  # T_4 = 13.7
-    ],
-)
-def test_paper_rules(norm, laq, two_level, multilevel):
-    stats = innovation(norm, ERRORS)
-    for policy, expected in ((Lazy(), laq), (TwoLevel(), two_level), (Multilevel(), multilevel)):
-        decision = policy.decide(Case(stats, 0.5, STORED))
-        assert (bool(decision.send), int(decision.width)) == expected
 
 
 def test_ties_send_and_two_level_rounds_half_up():

@@ -13,7 +13,7 @@ from aqg.objectives import Objective, make_objective
 from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
+from aqg.sim.simulation import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import check_engines, crossed

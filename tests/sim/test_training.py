@@ -9,6 +9,7 @@ import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.server import age_weight, broadcast
 from aqg.core.step_sizes import Fixed
 from aqg.errors import ConfigError, RunError
-from aqg.objectives.base import Objective
 from aqg.runs.config import resolve, to_toml
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
 from aqg.sim.late import Late, Outages, Speeds
+from aqg.sim.problem import Problem
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Dropout, LocalTraining, Training
@@ -42,11 +43,12 @@ from tests.problems import (
     tiny_problem,
 )
 
+PROBLEM = tiny_problem(num_clients=6, unequal=True)
 
-def simulate(kind, name, training, *, seed=4, dropout=None, step_size=0.05, **options):
-    problem = tiny_problem(num_clients=6, unequal=True)
+
+def simulate(kind, name, training, *, seed=4, step_size=0.05):
     recipe = make_recipe(name, max_staleness=15)
-    return kind(problem, recipe, step_size, dropout, seed, training=training, **options)
+    return kind(PROBLEM, recipe, step_size, seed=seed, training=training)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -65,22 +67,18 @@ def test_pseudo_gradient_is_the_scaled_model_difference(dtype):
     assert loss == problem.objective.losses(problem.initial_params, *samples)
 
 
-def batches_of(local, key, num_samples=10):
+def batches_of(local, key=(0, 0, 1), num_samples=10):
     """Return which samples a client takes in each step."""
     batches, labels = [], np.arange(num_samples)
 
-    class Recorder:
-        """Stands for an objective; notes which samples it was shown."""
+    def note(params, features, labels):
+        assert np.array_equal(features[:, 0], labels)
+        batches.append(labels.tolist())
+        return 0.0, np.zeros_like(params)
 
-        def session(self, key):
-            return nullcontext(self)
-
-        def losses_and_gradients(self, params, features, labels):
-            assert np.array_equal(features[:, 0], labels)
-            batches.append(labels.tolist())
-            return 0.0, np.zeros_like(params)
-
-    local.update(Recorder(), np.zeros(3), labels[:, None].astype(float), labels, key)
+    objective = SimpleNamespace(losses_and_gradients=note)
+    objective.session = lambda key: nullcontext(objective)
+    local.update(objective, np.zeros(3), labels[:, None].astype(float), labels, key)
     return batches
 
 
@@ -96,10 +94,11 @@ def test_batches_pass_over_all_samples_and_reshuffle():
         assert batches_of(LocalTraining(batch_size=4), key=other) != batches[:1]
 
 
-def test_without_a_batch_size_every_step_sees_everything():
-    assert batches_of(LocalTraining(steps=3), key=(0, 0, 1)) == [list(range(10))] * 3
-    assert batches_of(LocalTraining(epochs=2), key=(0, 0, 1)) == [list(range(10))] * 2
-    assert batches_of(LocalTraining(batch_size=99), key=(0, 0, 1)) == [list(range(10))]
+@pytest.mark.parametrize(
+    ("options", "count"), [({"steps": 3}, 3), ({"epochs": 2}, 2), ({"batch_size": 99}, 1)]
+)
+def test_without_a_batch_size_every_step_sees_everything(options, count):
+    assert batches_of(LocalTraining(**options)) == [list(range(10))] * count
 
 
 def test_optimizers_by_hand():
@@ -117,34 +116,17 @@ def test_optimizers_by_hand():
         assert np.array(updates) == pytest.approx(np.array([momentum, adam, direction, direction]))
 
 
-@pytest.mark.parametrize("feature", ["momentum", "adam"])
-def test_server_steps_along_the_update_and_moves_by_the_fresh_share(feature):
-    optimizer = SETTINGS[feature].training.optimizer
-    simulation = simulate(ReferenceSimulation, "gd", SETTINGS[feature].training)
-    state = optimizer.init(21)
-    for _ in range(3):
-        before = simulation.parameters
-        simulation.run_round()
-        server = simulation.server.model
-        state, update = optimizer.step(state, server.total)
-        assert simulation.parameters == pytest.approx(before - 0.05 * update, rel=1e-12)
-        expected = 0.1 * server.total @ server.total / 6**2  # fresh share 1 - 0.9
-        assert server.history[0] == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", ["gd", "qsgd", "lean"])
 def test_weights_by_hand(name):
     """Clients have 20, 27, .. 55 samples; each counts by its own in the sum and in the loss."""
     weights = np.array([20, 27, 34, 41, 48, 55]) / 37.5
     simulation = simulate(ReferenceSimulation, name, SETTINGS["weights"].training)
-    problem, start = simulation.problem, simulation.parameters
-    loss = simulation.loss()
-    losses = [problem.objective.losses(start, *samples) for samples in problem.clients]
+    start, loss = simulation.parameters, simulation.loss()
+    losses = [simulation.problem.objective.losses(start, *s) for s in simulation.problem.clients]
     assert loss == pytest.approx(np.mean(weights * losses))
     record = simulation.run_round()
     assert record.loss == loss
-    server = simulation.server
-    received = [server.mirror(m) for m in range(server.num_clients)]
+    received = [simulation.server.mirror(m) for m in range(6)]
     if name == "qsgd":  # keeps no mirrors: take the same uploads once more
         again = simulate(ReferenceSimulation, name, None)
         news = broadcast(again.recipe, again.server)
@@ -158,13 +140,12 @@ def test_weights_by_hand(name):
 def test_weights_make_the_loss_that_of_all_samples():
     config = resolve({"recipe": "gd", "partition": "dirichlet:0.5", "weighting": "samples"})[0]
     problem = build_problem(config)
-    features, labels = map(np.concatenate, zip(*problem.clients, strict=True))
     simulation = FastSimulation(problem, make_recipe("gd"), 0.1, training=config.training())
-    pooled = problem.objective.losses(simulation.parameters, features, labels)
+    samples = map(np.concatenate, zip(*problem.clients, strict=True))
+    pooled = problem.objective.losses(simulation.parameters, *samples)
     assert simulation.loss() == pytest.approx(float(pooled), rel=1e-12)
-    minimum = find_minimum(config, problem)
     list(simulation.run_rounds(60, evaluate=False))
-    assert 0 < simulation.loss() - minimum < 0.05
+    assert 0 < simulation.loss() - find_minimum(config, problem) < 0.05
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.5, 3), (0.3, 2), (0.01, 1), (1.0, 6)])
@@ -179,8 +160,8 @@ def test_without_memory_the_sampled_sum_estimates_the_full_one():
     """QSGD with 2 of 6 clients: three times their sum; over many draws, the sum of all."""
 
     def step(name, participation, seed):
-        training = Training(participation=participation)
-        simulation = simulate(FastSimulation, name, training, seed=seed, step_size=1.0)
+        options = {"training": Training(participation=participation), "seed": seed}
+        simulation = simulate(FastSimulation, name, step_size=1.0, **options)
         start = simulation.parameters.copy()
         simulation.run_round(evaluate=False)
         return start - simulation.parameters
@@ -220,21 +201,19 @@ OPTIONS = {
 }
 
 
-def test_settings_reach_the_simulation_and_survive_toml():
-    configs = resolve(OPTIONS)
+def test_settings_reach_the_simulation_by_flags_and_survive_toml(tmp_path, capsys):
+    (config,) = configs = resolve(OPTIONS)
     assert resolve(tomllib.loads(to_toml(configs))) == configs
     local = LocalTraining(batch_size=16, epochs=2, rate=0.05)
     expected = Training(local, Adam(b1=0.8), "samples", 0.5, downlink=Condensed())
-    assert configs[0].training() == expected
-    assert configs[0].alpha == 0.01 * 0.5  # Adam's own default, and half of the clients
+    assert config.training() == expected
+    assert config.alpha == 0.01 * 0.5  # Adam's own default, and half of the clients
     assert resolve({"optimizer": "momentum:beta=0.8"})[0].alpha == pytest.approx(0.1 * 0.2)
     assert resolve({"participation": 0.5})[0].alpha == 0.1
     assert resolve({"recipe": "lean"})[0].training() == Training(downlink=Condensed())
     for options in {"recipe": "gd"}, {"recipe": "lean", "downlink": "full"}:
         assert resolve(options)[0].training() == Training()
 
-
-def test_command_line_has_every_option(tmp_path, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     assert run_app(["run", *flags, "--json", f"--out={tmp_path}/run"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["rounds"] == 6
@@ -378,11 +357,10 @@ def timed(name, late, rounds, **options):
 @pytest.mark.parametrize("name", ["auto", "fedavg", "qsgd", "onebit", "stc"])
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 def test_late_replies_are_the_same_in_both_engines(name, participation):
-    late, recipe = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01), make_recipe(name)
+    late = Late(SPEEDS, 2, Outages(0.2, 3.0), mbit=0.01)
     downlink = make_downlink("full" if name == "fedavg" else "condensed")
     training = Training(LOCAL, participation=participation, downlink=downlink, late=late)
-    problem = tiny_problem(num_clients=6, unequal=True)
-    arguments = (problem, recipe, 0.05, Dropout(0.1, seed=8), 4)
+    arguments = (PROBLEM, make_recipe(name), 0.05, Dropout(0.1, seed=8), 4)
     reference, _ = check_engines(*arguments, training=training, rounds=15)
     assert reference.state().late.frames  # of clients that have not replied
 
@@ -444,12 +422,9 @@ def test_bytes_of_those_at_work():
 
 
 def test_statistics_that_the_server_averages_come_with_the_round():
-    torch = pytest.importorskip("torch")
-    problem = tiny_problem(num_clients=6)
-    layers = torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
-    objective = Objective.from_module(torch.nn.Sequential(*layers), torch.nn.MSELoss())
-    start = objective.init_params(0).astype(problem.dtype)
-    problem = replace(problem, objective=objective, initial_params=start)
+    nn = pytest.importorskip("torch").nn
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    problem = Problem.from_module(module, PROBLEM.clients)
     training = Training(LOCAL, late=Late(SPEEDS, 2))
     for kind in (FastSimulation, ReferenceSimulation):
         with pytest.raises(ConfigError, match="buffer_size is 2 with a module whose running"):

@@ -15,7 +15,6 @@ from aqg.core.messages import (
     SparseUpload,
     Upload,
     quantize_blocks,
-    quantize_buckets,
     quantize_rotated,
     to_halves,
 )
@@ -34,7 +33,7 @@ def field_message(mode, vector, share=0.1, seed=1):
     if mode is Mode.BUCKETS:
         block, uniform = 1 + seed % 600, np.random.default_rng(seed).random(len(vector))
         block += block == 256
-        return BlockUpload(*quantize_buckets(vector, block, 7, uniform), block)
+        return BlockUpload(*quantize_blocks(vector, block, 7, uniform), block)
     if mode is Mode.TURNED:
         width = 2 if seed % 2 else 4
         codes, scales = quantize_rotated(vector, seed, True, width)

@@ -161,7 +161,7 @@ def theory(options: TheoryOptions) -> None:
 
     With a run's directory, also whether the Lyapunov function fell, and how fast.
     """
-    from aqg.contrib.advice import advise, sentences, survey
+    from aqg.contrib.theory import advise, sentences, survey
 
     directory, data_dir = options.directory, options.data_dir
     settings, console = options.settings(directory), Console(stderr=options.as_json)

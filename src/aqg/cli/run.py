@@ -28,7 +28,7 @@ from aqg.runs.executor import Contact, Interrupted, stop_requests
 from aqg.runs.files import locked, write_atomically
 from aqg.runs.plan import COMPILING
 from aqg.runs.setup import find_minimum, load_problem, try_out
-from aqg.sim.backends import check_device
+from aqg.sim.engine import check_device
 from aqg.sim.problem import Problem
 from aqg.spec import in_words
 from aqg.weights import BEST

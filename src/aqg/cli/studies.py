@@ -24,7 +24,7 @@ from aqg.runs.executor import Interrupted, Place, Processes, carry_out, default_
 from aqg.runs.files import locked
 from aqg.runs.plan import Batch, StudyPlan, prepare, train
 from aqg.runs.stopping import Target
-from aqg.sim.backends import check_device
+from aqg.sim.engine import check_device
 from aqg.spec import Code
 from aqg.studies import sweep as sweeps
 from aqg.studies.contest import plan as contest

@@ -3,7 +3,7 @@
 ============== =================================================================================
 `cuda`         rounds as CUDA graphs, for ``--device cuda``
 `ray_cluster`  a study's runs on a Ray cluster, for ``--cluster ADDRESS``
-`theory`       the paper's lemmas and theorem as checks, and `advice` for ``aqg theory``
+`theory`       the paper's lemmas and theorem as checks, and in words for ``aqg theory``
 ============== =================================================================================
 
 The promise is smaller than elsewhere. Each part gives the numbers of the plain way, and a test

@@ -9,7 +9,6 @@ what to begin with for the next, and every call returns finished numbers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,27 +65,6 @@ class Recording:
         self._graph.replay()
 
 
-@dataclass(frozen=True)
-class Foresight:
-    """A recorded round, all clients present: gradients, ``Δ`` and what Python needs to know."""
-
-    recording: Recording
-    report: Report
-
-    @property
-    def gradients(self) -> Tensor:
-        return self.recording.outputs[0]
-
-    @property
-    def deltas(self) -> Tensor:
-        return self.recording.outputs[1]
-
-    def begin(self) -> None:
-        """Compute it all from what parameters and mirrors hold now, without waiting."""
-        self.recording.replay()
-        self.report.request(self.recording.outputs[2])
-
-
 class CudaBackend(TorchBackend):
     """A `TorchBackend` that replays what does not change from round to round."""
 
@@ -99,24 +77,29 @@ class CudaBackend(TorchBackend):
         self._gradients: Tensor | None = None  # of all clients, in this round
         # What they were measured with: the next round will ask the same.
         self._wanted: tuple[GridQuantizer, Tensor | None] | None = None
-        self._foresight: Foresight | None = None
+        # What was recorded for it, all clients present: gradients, ``Δ`` and what Python needs to
+        # know, which the report brings.
         self._recorded_for: tuple[GridQuantizer, Tensor | None] | None = None
+        self._recording: Recording
+        self._report: Report
         self._is_ahead = False  # whether the round that was begun is of the parameters as they are
 
     def _begin(self) -> None:
         """Begin with what the next round asks if all clients take part; wait for nothing."""
         if self._wanted is None:
             return
-        if self._foresight is None or not self._is_recorded_for(*self._wanted):
-            self._foresight, self._recorded_for = self._record(*self._wanted), self._wanted
-        self._foresight.begin()
+        if not self._is_recorded_for(*self._wanted):
+            self._recording, self._recorded_for = self._record(*self._wanted), self._wanted
+            self._report = Report(len(self._recording.outputs[2]))
+        self._recording.replay()
+        self._report.request(self._recording.outputs[2])
         self._is_ahead = True
 
     def _is_recorded_for(self, quantizer: Quantizer, mirrors: Tensor | None) -> bool:
         recorded = self._recorded_for
         return recorded is not None and recorded[0] == quantizer and recorded[1] is mirrors
 
-    def _record(self, quantizer: GridQuantizer, mirrors: Tensor | None) -> Foresight:
+    def _record(self, quantizer: GridQuantizer, mirrors: Tensor | None) -> Recording:
         plain = super().losses_and_gradients
 
         def compute() -> tuple[Tensor, ...]:
@@ -125,8 +108,7 @@ class CudaBackend(TorchBackend):
             table = statistics(deltas, quantizer.grid, quantizer.max_width)
             return gradients, deltas, torch.cat([table.view(-1), losses])
 
-        recording = Recording(compute)
-        return Foresight(recording, Report(len(recording.outputs[2])))
+        return Recording(compute)
 
     def get(self, array: Any) -> Any:
         """Copy from the device, unless it came with the report."""
@@ -134,14 +116,13 @@ class CudaBackend(TorchBackend):
 
     def losses_and_gradients(self, params: Tensor, clients: IntArray) -> tuple[Any, Tensor]:
         """Return what was foreseen, if it was this; the losses are there after the statistics."""
-        num_clients, foreseen = len(self._everyone), self._foresight
-        is_foreseen = self._is_ahead and params is self._params and len(clients) == num_clients
-        if foreseen is None or not is_foreseen:
+        num_clients = len(self._everyone)
+        if not (self._is_ahead and params is self._params and len(clients) == num_clients):
             losses, gradients = super().losses_and_gradients(params, clients)
             self._gradients = gradients if len(clients) == num_clients else None
             return losses, gradients
-        self._gradients = foreseen.gradients
-        return foreseen.report.values[-num_clients:], foreseen.gradients
+        self._gradients = self._recording.outputs[0]
+        return self._report.values[-num_clients:], self._gradients
 
     def measure(
         self, quantizer: Quantizer, vectors: Tensor, mirrors: Tensor | None, clients: IntArray
@@ -151,12 +132,11 @@ class CudaBackend(TorchBackend):
             return super().measure(quantizer, vectors, mirrors, clients)
         if self._objective.stackable:
             self._wanted = quantizer, mirrors
-        foreseen = self._foresight if self._is_ahead else None
-        if foreseen is None or not self._is_recorded_for(quantizer, mirrors):
+        if not (self._is_ahead and self._is_recorded_for(quantizer, mirrors)):
             return super().measure(quantizer, vectors, mirrors, clients)
-        foreseen.report.wait()
-        table = foreseen.report.values[: -len(clients)].reshape(len(clients), -1).copy()
-        return foreseen.deltas, read_statistics(table, quantizer.max_width)
+        self._report.wait()
+        table = self._report.values[: -len(clients)].reshape(len(clients), -1).copy()
+        return self._recording.outputs[1], read_statistics(table, quantizer.max_width)
 
     def move(
         self,

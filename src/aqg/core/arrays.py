@@ -4,7 +4,7 @@ Fields of a named tuple are arrays of their names, those of one inside it ``oute
 left out. Values are numbers, arrays, bytes, tuples of numbers or of bytes, and mappings of these.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -35,14 +35,19 @@ def to_arrays(state: Any, prefix: str = "") -> dict[str, NDArray[Any]]:
 
 
 def from_arrays(kind: type[State], arrays: Arrays, prefix: str = "") -> State:
-    """Return the named tuple that `to_arrays` wrote; raise `KeyError` where an array is missing.
-
-    >>> from aqg.core.optimizers import SGD, OptimizerState
-    >>> from_arrays(OptimizerState, to_arrays(SGD().init(3))).variance.shape
-    (0,)
-    """
+    """Return the named tuple that `to_arrays` wrote; raise `KeyError` where an array is missing."""
     hints = get_type_hints(kind).items()
     return kind(**{name: _read(hint, arrays, f"{prefix}{name}") for name, hint in hints})
+
+
+def map_arrays(function: Callable[..., Any], *states: Any) -> Any:
+    """Return a state like the first, in which every array is a function of those of all."""
+    first = states[0]
+    if isinstance(first, Mapping):
+        return {key: map_arrays(function, *(state[key] for state in states)) for key in first}
+    if hasattr(first, "_fields"):
+        return type(first)(*(map_arrays(function, *parts) for parts in zip(*states, strict=True)))
+    return function(*states) if getattr(first, "ndim", 0) else first
 
 
 def _read(hint: Any, arrays: Arrays, own: str) -> Any:

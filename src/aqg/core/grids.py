@@ -29,8 +29,6 @@ MIN_STEP = 2.0**-126
 """Smallest positive step: the smallest normal bfloat16, so that its inverse is finite too."""
 MAX_RADIUS = 2.0**100
 """Largest coordinate a grid accepts: steps, their inverses and sums of a block stay in float32."""
-
-
 _FIRST_STEPS = 1 << 6
 """A model that begins at zero has room for twice as many of its first steps."""
 
@@ -62,13 +60,7 @@ def num_levels(grid: Grid, width: int) -> int:
 
 
 def affine(grid: Grid, width: int, step: float) -> Affine:
-    """Return the map from levels to values.
-
-    >>> affine(Grid.MIDTREAD, 3, 0.5)
-    Affine(scale=1, offset=3, unit=0.5)
-    >>> affine(Grid.MIDRISE, 2, 0.5)
-    Affine(scale=2, offset=3, unit=0.25)
-    """
+    """Return the map from levels to values, as in the table above."""
     if grid is Grid.MIDRISE:
         return Affine(2, (1 << width) - 1, step / 2)
     if width == 1:
@@ -79,8 +71,8 @@ def affine(grid: Grid, width: int, step: float) -> Affine:
 def round_up_to_bfloat16(value: float) -> float:
     """Return the smallest bfloat16 number at or above ``value``; positive ones at least `MIN_STEP`.
 
-    >>> round_up_to_bfloat16(1.0), round_up_to_bfloat16(1.001), round_up_to_bfloat16(0.0)
-    (1.0, 1.0078125, 0.0)
+    >>> round_up_to_bfloat16(1.001)
+    1.0078125
     """
     if value == 0.0:
         return 0.0
@@ -107,11 +99,7 @@ def largest_multiple(dtype: np.dtype[Any]) -> float:
 
 
 def choose_quantum(radius: float, step: float, dtype: np.dtype[Any]) -> float:
-    """Return the finest quantum for vectors within ``radius``, with room to grow.
-
-    >>> choose_quantum(1.0, 2.0**-10, np.dtype("float32")) == 2.0**-22
-    True
-    """
+    """Return the finest quantum for vectors within ``radius``, with room to grow."""
     exponent = math.frexp(max(radius, _FIRST_STEPS * step))[1]
     quantum = 2 * math.ldexp(1.0, exponent) / largest_multiple(dtype)
     return min(max(quantum, MIN_STEP), 2 * MAX_RADIUS)
@@ -121,9 +109,6 @@ def snap(vector: Any, quantum: float, out: Any = None) -> Any:
     """Return the nearest multiples of a quantum, none of them a negative zero; also of torch.
 
     An array of NumPy can be written to ``out``, which may be the vector itself.
-
-    >>> snap(np.array([0.3, 0.75, -0.1]), 0.5)
-    array([0.5, 1. , 0. ])
     """
     snapped = vector / quantum if out is None else np.divide(vector, quantum, out=out)
     snapped = np.rint(snapped, out=snapped) if isinstance(snapped, np.ndarray) else snapped.round()
@@ -148,9 +133,6 @@ def value_table(grid: Grid, width: int, step: float, dtype: type[np.floating]) -
     """Return the value of every level, exact in ``dtype``; zero beyond the last level.
 
     The table is as long as the level dtype has numbers, so any level can be looked up safely.
-
-    >>> value_table(Grid.MIDTREAD, 2, 0.5, np.float32)[:4]
-    array([-0.5,  0. ,  0.5,  0. ], dtype=float32)
     """
     scale, offset, unit = affine(grid, width, step)
     table = np.zeros(np.iinfo(level_dtype(width)).max + 1, dtype)

@@ -34,10 +34,6 @@ class Innovation(NamedTuple):
     errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
     quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
 
-    def with_axes(self, leading: tuple[int, ...]) -> Innovation:
-        parts: Any = [part.reshape((*leading, *part.shape[1:])) for part in self]
-        return Innovation(*parts)
-
 
 def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
@@ -64,7 +60,9 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
         errors=sums[:, 3 + max_width :],
         quantized_norm=sums[:, 1],
     )
-    return found if delta.ndim == 2 else found.with_axes(delta.shape[:-1])
+    if delta.ndim == 2:
+        return found
+    return Innovation(*(part.reshape((*delta.shape[:-1], *part.shape[1:])) for part in found))
 
 
 def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:

@@ -81,8 +81,7 @@ class Upload(ByValue):
             )
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        table = value_table(self.grid, self.width, self.step, dtype)
-        return table[self.levels]
+        return value_table(self.grid, self.width, self.step, dtype)[self.levels]
 
 
 def _require(
@@ -128,9 +127,6 @@ def to_halves(vector: FloatArray) -> tuple[NDArray[np.float16], int]:
 
     The largest coordinate lies in [1, 2]; those below ``2^-25`` of it become zero. Products are
     exact in float32: mirrors that add them stay equal to the last bit.
-
-    >>> to_halves(np.array([3.0, -0.1]))
-    (array([ 1.5 , -0.05], dtype=float16), 1)
     """
     radius = float(np.abs(vector).max(initial=0.0))
     exponent = math.frexp(radius)[1] - 1 if radius else 0
@@ -225,46 +221,29 @@ def num_blocks(length: int, block: int = BLOCK) -> int:
     return -(-length // block)
 
 
-def quantize_blocks(vector: FloatArray) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return the levels and the step, ``max|v|/127``, of every block.
-
-    Dettmers et al., 8-bit Optimizers via Block-wise Quantization, with the linear map: an outlier
-    spoils the resolution of its own block only.
-
-    >>> levels, steps = quantize_blocks(np.array([1.0, -0.5, 0.0]))
-    >>> levels, steps
-    (array([253,  64, 127], dtype=uint8), array([0.00793457], dtype=float32))
-    """
-    rows = _in_blocks(vector, BLOCK)
-    steps = _rounded_up(np.abs(rows).max(axis=1) / TOP)
-    levels = np.rint(_over(rows, steps)[: len(vector)]) + TOP
-    return levels.astype(np.uint8), steps.astype(np.float32)
-
-
-def quantize_buckets(
-    vector: FloatArray, block: int, num_levels: int, uniform: NDArray[np.float64]
+def quantize_blocks(
+    vector: FloatArray,
+    block: int = BLOCK,
+    num_levels: int = TOP,
+    uniform: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Round every block at random to multiples of ``‖v‖₂/s``, ``s`` at most `TOP`: QSGD's buckets.
+    """Return the levels and the step of every block.
 
-    ``uniform`` are random numbers in [0, 1), one for each coordinate.
+    Steps are ``max|v|/127``, and levels the nearest: Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, with the linear map. An outlier spoils the resolution of its own block
+    only. With ``uniform``, random numbers in [0, 1) for each coordinate, steps are ``‖v‖₂/s`` and
+    coordinates are rounded at random: QSGD's buckets.
     """
-    rows = _in_blocks(vector, block)
-    steps = _rounded_up(np.sqrt(np.square(rows).sum(axis=1)) / num_levels)
-    scaled = _over(rows, steps)[: len(vector)]
-    levels = np.clip(np.floor(scaled + uniform), -num_levels, num_levels) + TOP
-    return levels.astype(np.uint8), steps.astype(np.float32)
-
-
-def _in_blocks(vector: FloatArray, block: int) -> Float64Array:
-    padded = np.zeros(num_blocks(len(vector), block) * block)
-    padded[: len(vector)] = vector
-    return padded.reshape(-1, block)
-
-
-def _over(rows: Float64Array, steps: Float64Array) -> Float64Array:
-    """Return all blocks, each over its step, in one row; zeros where the step is zero."""
+    rows = np.zeros((num_blocks(len(vector), block), block))
+    rows.ravel()[: len(vector)] = vector
+    is_random = uniform is not None
+    sizes = np.sqrt(np.square(rows).sum(axis=1)) if is_random else np.abs(rows).max(axis=1)
+    steps = _rounded_up(sizes / num_levels)
     inverses = np.divide(1.0, steps, out=np.zeros_like(steps), where=steps > 0)
-    return (rows * inverses[:, None]).ravel()
+    scaled = (rows * inverses[:, None]).ravel()[: len(vector)]
+    integers = np.rint(scaled) if uniform is None else np.floor(scaled + uniform)
+    levels = np.clip(integers, -num_levels, num_levels) + TOP
+    return levels.astype(np.uint8), steps.astype(np.float32)
 
 
 def _rounded_up(raw: Float64Array) -> Float64Array:
@@ -334,11 +313,7 @@ WIDTHS = (1, *_UPPER_POINTS)
 
 
 def points_of(width: int) -> NDArray[np.int64]:
-    """Return the points of a width in multiples of 1/4096, increasing.
-
-    >>> points_of(2)
-    array([-6187, -1855,  1855,  6187])
-    """
+    """Return the points of a width in multiples of 1/4096, increasing."""
     upper = [round(_UNIT * point) for point in _UPPER_POINTS[width]]
     return np.array([-point for point in reversed(upper)] + upper, np.int64)
 
@@ -359,11 +334,7 @@ def block_lengths(length: int) -> tuple[int, ...]:
 
 
 def random_signs(seed: int, length: int) -> NDArray[np.int8]:
-    """Return the diagonal of ``D``: the bits of the generator SplitMix64 as signs, lowest first.
-
-    >>> random_signs(7, 12)
-    array([ 1,  1,  1, -1,  1, -1,  1,  1,  1, -1,  1,  1], dtype=int8)
-    """
+    """Return the diagonal of ``D``: the bits of the generator SplitMix64 as signs, lowest first."""
     counter = np.arange(1, -(-length // 64) + 1, dtype=np.uint64)
     word = counter * np.uint64(_GOLDEN) + np.uint64(seed)
     word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -374,13 +345,7 @@ def random_signs(seed: int, length: int) -> NDArray[np.int8]:
 
 
 def hadamard(vector: NDArray[np.int32] | NDArray[np.int64] | Float64Array) -> None:
-    """Multiply by the Hadamard matrix, in place; ``(n,)`` with ``n`` a power of two.
-
-    >>> vector = np.array([1.0, 0.0, 0.0, 2.0])
-    >>> hadamard(vector)
-    >>> vector
-    array([ 3., -1., -1.,  3.])
-    """
+    """Multiply by the Hadamard matrix, in place; ``(n,)`` with ``n`` a power of two."""
     half = 1
     while half < len(vector):
         pairs = vector.reshape(-1, 2, half)
@@ -484,11 +449,7 @@ def is_message(value: object) -> bool:
 
 
 def num_nonzero(upload: AnyUpload) -> int:
-    """Return how many coordinates of an upload are not zero.
-
-    >>> num_nonzero(Upload(np.array([0, 1, 2], np.uint8), 0.5, width=2, grid=Grid.MIDTREAD))
-    2
-    """
+    """Return how many coordinates of an upload are not zero."""
     if isinstance(upload, Upload) and upload.grid is Grid.MIDTREAD and upload.width > 1:
         middle = num_levels(upload.grid, upload.width) // 2
         return int(np.count_nonzero(upload.levels != middle)) if upload.step else 0
@@ -496,11 +457,7 @@ def num_nonzero(upload: AnyUpload) -> int:
 
 
 def energy_of(upload: AnyUpload) -> float:
-    """Return ``‖v‖²`` of the vector that an upload stands for.
-
-    >>> energy_of(Upload(np.array([0, 1, 2], np.uint8), 0.5, width=2, grid=Grid.MIDTREAD))
-    0.5
-    """
+    """Return ``‖v‖²`` of the vector that an upload stands for."""
     if isinstance(upload, Upload):
         values = value_table(upload.grid, upload.width, upload.step, np.float64)
         counts = np.zeros(len(values), np.int64)

@@ -60,14 +60,7 @@ class SGD(ServerOptimizer):
 
 @dataclass(frozen=True)
 class Momentum(ServerOptimizer):
-    """Heavy ball: ``momentum ← beta·momentum + direction``, and ``update`` is the momentum.
-
-    >>> optimizer = Momentum(beta=0.5)
-    >>> state, update = optimizer.step(optimizer.init(1), np.array([1.0]))
-    >>> state, update = optimizer.step(state, np.array([1.0]))
-    >>> update
-    array([1.5])
-    """
+    """Heavy ball: ``momentum ← beta·momentum + direction``, and ``update`` is the momentum."""
 
     beta: float = 0.9
 

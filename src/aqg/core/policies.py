@@ -69,13 +69,11 @@ class Always:
 
 @dataclass(frozen=True)
 class LazyExact:
-    """LAG: send the exact innovation when ``‖Δ‖² ≥ movement``."""
-
-    width: int = 32
+    """LAG: send the exact innovation, in 32 bits, when ``‖Δ‖² ≥ movement``."""
 
     def decide(self, case: Case) -> Decision:
         send = np.asarray(case.innovation.squared_norm >= case.movement)
-        return Decision(send, np.full(send.shape, self.width))
+        return Decision(send, np.full(send.shape, 32))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from aqg.core.messages import (
     SparseUpload,
     Upload,
     quantize_blocks,
-    quantize_buckets,
     quantize_rotated,
     to_halves,
 )
@@ -54,13 +53,8 @@ class Request(NamedTuple):
 class Quantizer:
     """Measures a vector, here its norm alone, and encodes it at a width the policy chose."""
 
-    @property
-    def num_errors(self) -> int:
-        """How many widths ``1..num_errors`` it reports errors for."""
-        return 0
-
     def measure(self, delta: FloatArray) -> Innovation:
-        """Return the statistics of ``delta``, shape ``(..., n)``."""
+        """Return the statistics of ``delta``, shape ``(m, n)``."""
         return measure(delta, Grid.MIDTREAD, max_width=0)
 
     def quantize(self, vector: FloatArray, _request: Request) -> AnyUpload:
@@ -74,10 +68,6 @@ class GridQuantizer(Quantizer):
 
     grid: Grid
     max_width: int
-
-    @property
-    def num_errors(self) -> int:
-        return self.max_width
 
     def measure(self, delta: FloatArray) -> Innovation:
         return measure(delta, self.grid, self.max_width)
@@ -105,11 +95,12 @@ class Stochastic(Quantizer):
     """
 
     num_levels: int | None = None
+    is_scheduled: bool = False  # as many levels as a `aqg.core.stages.LossSchedule` gives
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         width = request.width
         top = (1 << (width - 1)) - 1
-        num_levels = top if self.num_levels is None else self.num_levels
+        num_levels = int(request.movement) if self.is_scheduled else self.num_levels or top
         step = round_up_to_bfloat16(math.sqrt(request.squared_norm) / num_levels)
         scaled = vector.astype(np.float64) / step if step else np.zeros(len(vector))
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
@@ -126,14 +117,6 @@ class Sign(Quantizer):
 
 
 @dataclass(frozen=True)
-class ScheduledLevels(Quantizer):
-    """QSGD with as many levels as a `aqg.core.stages.LossSchedule` gives."""
-
-    def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        return Stochastic(int(request.movement)).quantize(vector, request)
-
-
-@dataclass(frozen=True)
 class Half(Quantizer):
     """IEEE 754 half precision, times one power of two that keeps the vector in its range."""
 
@@ -143,25 +126,19 @@ class Half(Quantizer):
 
 @dataclass(frozen=True)
 class Blockwise(Quantizer):
-    """Eight bits and a step for every 256 coordinates: `aqg.core.messages`."""
+    """A step for every block: eight bits by the largest, or QSGD with the norm of each bucket."""
 
-    def quantize(self, vector: FloatArray, _request: Request) -> BlockUpload:
-        return BlockUpload(*quantize_blocks(vector))
-
-
-@dataclass(frozen=True)
-class Buckets(Quantizer):
-    """QSGD with a norm for every bucket of coordinates, and ``s = 2^(b-1) - 1`` levels."""
-
-    bucket: int
+    bucket: int = 0  # coordinates in a bucket, of ``s = 2^(b-1) - 1`` levels; 0: 8 bits for 256
 
     def __post_init__(self) -> None:
-        require(1 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
+        require(0 <= self.bucket <= LONGEST_BLOCK, "bucket", self.bucket, f"in 1..{LONGEST_BLOCK}")
 
     def quantize(self, vector: FloatArray, request: Request) -> BlockUpload:
+        if not self.bucket:
+            return BlockUpload(*quantize_blocks(vector))
         uniform = np.random.default_rng(list(request.key)).random(len(vector))
         num_levels = (1 << (request.width - 1)) - 1
-        found = quantize_buckets(vector, self.bucket, num_levels, uniform)
+        found = quantize_blocks(vector, self.bucket, num_levels, uniform)
         return BlockUpload(*found, self.bucket)
 
 
@@ -181,11 +158,7 @@ TERNARY_WIDTH = 2
 
 
 def num_kept(fraction: float, num_params: int) -> int:
-    """Return ``k = max(1, round(fraction·n))``, and never more than ``n``.
-
-    >>> num_kept(0.01, 159010), num_kept(0.01, 18)
-    (1590, 1)
-    """
+    """Return ``k = max(1, round(fraction·n))``, and never more than ``n``."""
     return min(num_params, max(1, round(fraction * num_params)))
 
 
@@ -193,16 +166,11 @@ def largest(vector: FloatArray, count: int) -> IntArray:
     """Return the indices, increasing, of the ``count`` coordinates of largest magnitude.
 
     Of equal magnitudes those in front are taken. Zeros are never taken: they say nothing.
-
-    >>> largest(np.array([0.5, -2.0, 0.5, 1.0, 0.0]), 3)
-    array([0, 1, 3])
     """
     if count < 1:
         return np.arange(0)
-    magnitude = np.abs(vector)
-    if count >= len(vector):
-        return np.flatnonzero(magnitude)
-    threshold = np.partition(magnitude, len(vector) - count)[len(vector) - count]
+    magnitude, place = np.abs(vector), len(vector) - count
+    threshold = np.partition(magnitude, place)[place] if place > 0 else 0
     if threshold == 0:
         return np.flatnonzero(magnitude)
     taken = magnitude > threshold
@@ -257,11 +225,7 @@ def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:
 
 
 def choose_width(radius: float, norm: float, num_params: int) -> int:
-    """Return ``b = ⌈log2(R·√d/‖Δ‖₂ + 1)⌉`` within ``1..MAX_WIDTH``.
-
-    >>> choose_width(radius=1.0, norm=3.0, num_params=9), choose_width(1.0, 1.0, 7850)
-    (1, 7)
-    """
+    """Return ``b = ⌈log2(R·√d/‖Δ‖₂ + 1)⌉`` within ``1..MAX_WIDTH``."""
     if norm == 0:
         return 1
     width = math.ceil(math.log2(radius * num_params**0.5 / norm + 1))
@@ -277,19 +241,14 @@ class AquilaQuantizer(Quantizer):
     ``√d·R/(2^b - 1)``, which this width keeps below ``‖Δ‖₂``: that is why it is rounded up.
     """
 
-    @property
-    def num_errors(self) -> int:
-        return MAX_WIDTH
-
     def measure(self, delta: FloatArray) -> Innovation:
         """Choose every row's width and measure what it would send."""
-        rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
-        base = measure(rows, Grid.MIDTREAD, max_width=0)
-        steps = np.zeros((len(rows), MAX_WIDTH))
+        base = super().measure(delta)
+        steps = np.zeros((len(delta), MAX_WIDTH))
         errors = np.full(steps.shape, np.inf)
-        quantized = np.full(len(rows), np.nan)
+        quantized = np.full(len(delta), np.nan)
         for r in np.flatnonzero(base.in_range):
-            row = rows[r]
+            row = delta[r]
             radius = float(np.abs(row).max(initial=0))
             width = choose_width(radius, float(base.squared_norm[r]) ** 0.5, len(row))
             step = round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
@@ -298,8 +257,7 @@ class AquilaQuantizer(Quantizer):
             steps[r, width - 1] = step
             errors[r, width - 1] = np.square(values - row).sum()
             quantized[r] = np.square(values).sum()
-        found = base._replace(steps=steps, errors=errors, quantized_norm=quantized)
-        return found.with_axes(delta.shape[:-1])
+        return base._replace(steps=steps, errors=errors, quantized_norm=quantized)
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
         width, step = request.width, request.step

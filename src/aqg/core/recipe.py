@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import mul
 
 from aqg.core.policies import Policy
-from aqg.core.quantizers import Quantizer, Verbatim
+from aqg.core.quantizers import Quantizer
 from aqg.core.stages import Stage, WiderTolerance
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, IntArray
@@ -55,24 +55,22 @@ class Movement:
         return (step, *history)[: len(self.weights)]
 
 
-DEPTH = 10
-"""``D``: how many past steps the criteria look at."""
-PAPER_MOVEMENT = Movement((1.0 / DEPTH,) * DEPTH)
-"""``ξ_d = 1/D``, the paper's setting."""
+def even_movement(total: float = 1.0, fill: str = "zero", depth: int = 10) -> Movement:
+    """Return ``ξ_d = total/D``; in the paper ``D`` is 10, and the total 1."""
+    return Movement((total / depth,) * depth, fill)
 
-EXACT = "exact"
-"""Updates that are gradients over all of a client's samples, without noise."""
-STEADY = "steady"
-"""All others, of clients that are asked in every round and remember something of the last."""
-SAMPLED = "sampled"
-"""All others."""
+
+PAPER_MOVEMENT = even_movement()
+
+EXACT, STEADY, SAMPLED = "exact", "steady", "sampled"
+"""The kinds of updates that recipes tell apart."""
 
 
 def kind_of_updates(are_exact: bool, sampled: float, forgets: bool = False) -> str:
-    """Return which of the three a run has, by the share of clients that a round asks.
+    """Return which kind of updates a run has, by the share of clients that a round asks.
 
-    >>> kind_of_updates(False, sampled=1.0), kind_of_updates(False, sampled=0.1)
-    ('steady', 'sampled')
+    `EXACT` are gradients over all of a client's samples, without noise. All others are `STEADY`
+    from clients that are asked in every round and remember something of the last, or `SAMPLED`.
     """
     if are_exact:
         return EXACT
@@ -125,10 +123,6 @@ class Recipe:
     @cached_property
     def all_stages(self) -> dict[str, Stage]:
         return {stage.name: stage for stage in self.stages}
-
-    @property
-    def is_verbatim(self) -> bool:
-        return isinstance(self.quantizer, Verbatim)
 
     @property
     def keeps_residual(self) -> bool:

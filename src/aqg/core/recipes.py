@@ -10,49 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from aqg.core import policies, quantizers, stages
 from aqg.core.auto import NOISE, SHARE, WIDEST, make_auto
 from aqg.core.grids import MAX_WIDTH, Grid
 from aqg.core.messages import WIDTHS
-from aqg.core.policies import (
-    Always,
-    AquilaPolicy,
-    Lazy,
-    LazyExact,
-    LazyOwn,
-    Multilevel,
-    Policy,
-    ScheduledWidth,
-    Tolerance,
-    TwoLevel,
-)
-from aqg.core.quantizers import (
-    MAX_BUCKET_BITS,
-    AquilaQuantizer,
-    Blockwise,
-    Buckets,
-    GridQuantizer,
-    Half,
-    Quantizer,
-    Rotated,
-    ScheduledLevels,
-    Sign,
-    SparseTernary,
-    Stochastic,
-    TopK,
-    Verbatim,
-)
-from aqg.core.recipe import DEPTH, Movement, Recipe
-from aqg.core.stages import (
-    ErrorControl,
-    ErrorFeedback,
-    LossSchedule,
-    OwnMovement,
-    RunningAverage,
-    Stage,
-    StoredErrors,
-    WiderTolerance,
-)
+from aqg.core.policies import Always, Policy
+from aqg.core.quantizers import GridQuantizer, Quantizer, TopK, Verbatim
+from aqg.core.recipe import Movement, Recipe, even_movement
+from aqg.core.stages import ErrorFeedback, Stage
 from aqg.core.track import Memory
 from aqg.errors import ConfigError, require
 from aqg.spec import defaults, make_named
@@ -103,9 +70,25 @@ def make_recipe(spec: str, bits: int = 4, max_staleness: int = 100) -> Recipe:
     given = [bits] if entry and "bits" in inspect.signature(entry.make).parameters else []
     makers = {name: RECIPES[name].make for name in sorted(RECIPES)}
     recipe: Recipe = make_named("recipe", spec, makers, *given)
-    ways = recipe.exact, recipe.steady
-    exact, steady = (way and replace(way, max_staleness=max_staleness) for way in ways)
+    others = recipe.exact, recipe.steady
+    exact, steady = (other and replace(other, max_staleness=max_staleness) for other in others)
     return replace(recipe, max_staleness=max_staleness, exact=exact, steady=steady)
+
+
+# The menu. A recipe names what clients send, which is a policy, a quantizer and what goes before
+# it; what the server publishes, ``downlink``, condensed where nothing is said; and how long its
+# steps are, ``step``. `_innovations` and `_updates` are the two kinds of memory.
+
+
+def _innovations(policy: Policy, quantizer: Quantizer, *before: Stage, **parts: Any) -> Recipe:
+    """Send what both ends add to a mirror; steps are as they are given."""
+    memory = Memory.INNOVATION
+    return Recipe(memory=memory, policy=policy, quantizer=quantizer, stages=before, **parts)
+
+
+def _updates(policy: Policy, quantizer: Quantizer, *before: Stage) -> Recipe:
+    """Send updates, each for its round alone; steps are found by DoG where these are noisy."""
+    return Recipe(policy=policy, quantizer=quantizer, stages=before, step="dog")
 
 
 @register("gd", "gradient descent: every gradient in full, 32 bits (the baseline)")
@@ -120,9 +103,7 @@ def _fedavg() -> Recipe:
 
 @register("lag", "lazily aggregated gradients: 32-bit innovations, sent only when they matter")
 def _lag() -> Recipe:
-    return Recipe(
-        memory=Memory.INNOVATION, policy=LazyExact(), quantizer=Verbatim(), downlink="full"
-    )
+    return _innovations(policies.LazyExact(), Verbatim(), downlink="full")
 
 
 def _published(policy: Policy, bits: int, xi: float = 1.0) -> Recipe:
@@ -130,13 +111,8 @@ def _published(policy: Policy, bits: int, xi: float = 1.0) -> Recipe:
 
     ``xi`` is the sum of the weights ``ξ_d``, all equal; 1 in the paper.
     """
-    return Recipe(
-        memory=Memory.INNOVATION,
-        policy=policy,
-        quantizer=GridQuantizer(Grid.MIDRISE, bits),
-        stages=(StoredErrors(bits),),
-        movement=Movement((xi / DEPTH,) * DEPTH),
-    )
+    grid, errors = GridQuantizer(Grid.MIDRISE, bits), stages.StoredErrors(bits)
+    return _innovations(policy, grid, errors, movement=even_movement(xi))
 
 
 @register("qgd", "quantized gradient descent: every innovation at b_max bits")
@@ -146,33 +122,29 @@ def _qgd(bits: int) -> Recipe:
 
 @register("laq", "lazily aggregated quantized gradients: b_max bits, or nothing")
 def _laq(bits: int, *, xi: float = 1.0) -> Recipe:
-    return _published(Lazy(), bits, xi)
+    return _published(policies.Lazy(), bits, xi)
 
 
 @register("aqg", "the paper's multilevel AQG: 1 to b_max bits, or nothing")
 def _aqg(bits: int, *, xi: float = 1.0) -> Recipe:
-    return _published(Multilevel(), bits, xi)
+    return _published(policies.Multilevel(), bits, xi)
 
 
 @register("aqg-2", "the paper's two-level AQG: b_max bits, half of them, or nothing")
 def _aqg_two_level(bits: int, *, xi: float = 1.0) -> Recipe:
-    return _published(TwoLevel(), bits, xi)
+    return _published(policies.TwoLevel(), bits, xi)
 
 
 @register("aqg-augmented", "two-level AQG with the sum amplified by 1/(1-p) against dropouts")
 def _aqg_augmented(bits: int, *, xi: float = 1.0) -> Recipe:
-    return replace(_published(TwoLevel(), bits, xi), amplify_dropouts=True)
+    return replace(_aqg_two_level(bits, xi=xi), amplify_dropouts=True)
 
 
 @register("lean", "ours: the fewest bits that are good enough for the step, or nothing")
 def _lean(bits: int, *, xi: float = 1.0, eta: float = 0.5, widest: float = 1.0) -> Recipe:
-    return Recipe(
-        memory=Memory.INNOVATION,
-        policy=Tolerance(eta),
-        quantizer=GridQuantizer(Grid.MIDTREAD, bits),
-        stages=() if widest == 1 else (WiderTolerance(widest),),
-        movement=Movement((xi / DEPTH,) * DEPTH, fill="mean"),
-    )
+    policy, grid = policies.Tolerance(eta), GridQuantizer(Grid.MIDTREAD, bits)
+    wider = () if widest == 1 else (stages.WiderTolerance(widest),)
+    return _innovations(policy, grid, *wider, movement=even_movement(xi, fill="mean"))
 
 
 @register("auto", "ours: by how clients train, lean, most of the energy, or unbiased rounding")
@@ -180,32 +152,25 @@ def _auto(bits: int, *, share: float = SHARE, noise: float = NOISE) -> Recipe:
     return make_auto(_lean(bits, widest=WIDEST), share, noise)
 
 
-def _always(width: int, quantizer: Quantizer, *stages: Stage) -> Recipe:
-    return Recipe(policy=Always(width), quantizer=quantizer, stages=stages, step="dog")
-
-
 @register("qsgd", "QSGD: unbiased stochastic rounding of every gradient, no memory")
-def _qsgd(bits: int, *, bucket: float = 0) -> Recipe:
+def _qsgd(bits: int, *, bucket: int = 0) -> Recipe:
     if bits < 2:
         raise ConfigError(f"qsgd needs at least 2 bits, not {bits}: one sign and one level")
     if not bucket:
-        return _always(bits, Stochastic())
-    if bucket != int(bucket) or bits > MAX_BUCKET_BITS:
-        raise ConfigError(
-            f"bucket is {bucket:g} with {bits} bits; it must be a whole number, with at most "
-            f"{MAX_BUCKET_BITS} bits"
-        )
-    return _always(bits, Buckets(int(bucket)))
+        return _updates(Always(bits), quantizers.Stochastic())
+    most = quantizers.MAX_BUCKET_BITS
+    require(bits <= most, "bits", bits, f"at most {most} with buckets")
+    return _updates(Always(bits), quantizers.Blockwise(bucket))
 
 
 @register("signsgd", "SignSGD: the sign of every coordinate, no memory (wants a smaller alpha)")
 def _signsgd() -> Recipe:
-    return _always(1, Sign())
+    return _updates(Always(1), quantizers.Sign())
 
 
 @register("onebit", "1-bit SGD: sign and mean magnitude, with error feedback")
 def _onebit() -> Recipe:
-    return _always(1, GridQuantizer(Grid.MIDTREAD, 1), ErrorFeedback())
+    return _updates(Always(1), GridQuantizer(Grid.MIDTREAD, 1), ErrorFeedback())
 
 
 # The field: published compressors, to compare with. ``docs/reference/recipes.md`` lists the
@@ -214,17 +179,17 @@ def _onebit() -> Recipe:
 
 @register("fp16", "every gradient in half precision, no memory")
 def _fp16() -> Recipe:
-    return _always(16, Half())
+    return _updates(Always(16), quantizers.Half())
 
 
 @register("blockwise8", "8 bits and a step for every 256 coordinates, no memory")
 def _blockwise8() -> Recipe:
-    return _always(8, Blockwise())
+    return _updates(Always(8), quantizers.Blockwise())
 
 
 @register("stc", "STC: the signs of the largest and their mean magnitude, error feedback")
 def _stc(*, keep: float = 0.01) -> Recipe:
-    return _always(2, SparseTernary(keep), ErrorFeedback())
+    return _updates(Always(2), quantizers.SparseTernary(keep), ErrorFeedback())
 
 
 @register("stc-both", "STC, and the server sends the same share of its sum, as published")
@@ -234,78 +199,67 @@ def _stc_both(*, keep: float = 0.01) -> Recipe:
 
 @register("topk", "the largest coordinates in half precision, with error feedback")
 def _topk(*, keep: float = 0.01) -> Recipe:
-    return _always(16, TopK(keep), ErrorFeedback())
+    return _updates(Always(16), TopK(keep), ErrorFeedback())
 
 
 @register("ef21", "EF21: the largest coordinates of every innovation")
 def _ef21(*, keep: float = 0.01) -> Recipe:
     """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""
-    return Recipe(memory=Memory.INNOVATION, policy=Always(16), quantizer=TopK(keep))
+    return _innovations(Always(16), TopK(keep))
 
 
 @register("ef21-both", "EF21-BC: EF21, and the server condenses its sum to the same share")
 def _ef21_both(*, keep: float = 0.01) -> Recipe:
     """Fatkhullin et al., EF21 with Bells & Whistles: EF21-BC, compressed in both directions."""
-    return replace(_ef21(keep=keep), downlink=f"condensed:keep={keep}")
+    return _innovations(Always(16), TopK(keep), downlink=f"condensed:keep={keep}")
 
 
 @register("econtrol", "EControl: EF21 with a share of the error added, for noisy updates")
 def _econtrol(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
-    return replace(_ef21(keep=keep), stages=(ErrorControl(eta),))
+    return _innovations(Always(16), TopK(keep), ErrorFeedback(eta))
 
 
 @register("ef21-m", "EF21 on a running average of the client's gradients")
 def _ef21_momentum(*, keep: float = 0.01, eta: float = 0.1) -> Recipe:
     """Fatkhullin et al., Momentum Provably Improves Error Feedback!."""
-    return replace(_ef21(keep=keep), stages=(RunningAverage(eta),) if eta != 1 else ())
+    average = (stages.RunningAverage(eta),) if eta != 1 else ()
+    return _innovations(Always(16), TopK(keep), *average)
 
 
 @register("clag", "CLAG: EF21, skips while the gap is small against its own movement")
 def _clag(*, keep: float = 0.01, zeta: float = 1.0) -> Recipe:
     """Richtárik et al., 3PC: Three Point Compressors for Communication-Efficient Training."""
-    policy = LazyOwn(zeta, width=16)
-    return replace(_ef21(keep=keep), policy=policy, stages=(OwnMovement(),))
+    return _innovations(policies.LazyOwn(zeta, width=16), TopK(keep), stages.OwnMovement())
 
 
 @register("fedpaq", "FedPAQ: QSGD's quantizer with a number of levels, no memory")
-def _fedpaq(*, levels: float = 4) -> Recipe:
+def _fedpaq(*, levels: int = 4) -> Recipe:
     """Reisizadeh et al., FedPAQ; its quantizer is that of Alistarh et al., QSGD."""
     largest = (1 << (MAX_WIDTH - 1)) - 1
-    is_fine = 1 <= levels <= largest and levels == int(levels)
-    require(is_fine, "levels", levels, f"a whole number in 1..{largest}")
-    width = int(levels).bit_length() + 1
-    return _always(width, Stochastic(int(levels)))
+    require(1 <= levels <= largest, "levels", levels, f"in 1..{largest}")
+    return _updates(Always(levels.bit_length() + 1), quantizers.Stochastic(levels))
 
 
 @register("eden", "EDEN: the signs of the randomly rotated gradient, no memory")
-def _eden(*, unbiased: float = 1, width: float = 1) -> Recipe:
+def _eden(*, unbiased: int = 1, width: int = 1) -> Recipe:
     """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error."""
     require(unbiased in (0, 1), "unbiased", unbiased, "0 or 1")
-    require(width in WIDTHS, "width", f"{width:g}", f"one of {', '.join(map(str, WIDTHS))}")
-    return _always(int(width), Rotated(bool(unbiased)))
+    require(width in WIDTHS, "width", width, f"one of {', '.join(map(str, WIDTHS))}")
+    return _updates(Always(width), quantizers.Rotated(bool(unbiased)))
 
 
 @register("aquila", "AQUILA: a width from the innovation's shape, or nothing")
 def _aquila(*, beta: float = 0.1) -> Recipe:
-    return Recipe(
-        memory=Memory.INNOVATION,
-        policy=AquilaPolicy(),
-        quantizer=AquilaQuantizer(),
-        movement=Movement((beta,)),
-    )
+    policy, quantizer = policies.AquilaPolicy(), quantizers.AquilaQuantizer()
+    return _innovations(policy, quantizer, movement=Movement((beta,)))
 
 
 @register("dadaquant", "DAdaQuant: QSGD, levels double when the loss stalls")
-def _dadaquant(*, q: float = 1, phi: float = 50, psi: float = 0.9) -> Recipe:
+def _dadaquant(*, q: int = 1, phi: int = 50, psi: float = 0.9) -> Recipe:
     """Hönig et al., DAdaQuant: Doubly-adaptive Quantization for Federated Learning."""
-    for name, value in (("q", q), ("phi", phi)):
-        require(float(value).is_integer(), name, value, "a whole number")
-    return Recipe(
-        policy=ScheduledWidth(),
-        quantizer=ScheduledLevels(),
-        stages=(LossSchedule(int(q), int(phi), psi),),
-        step="dog",
-    )
+    schedule = stages.LossSchedule(q, phi, psi)
+    quantizer = quantizers.Stochastic(is_scheduled=True)
+    return _updates(policies.ScheduledWidth(), quantizer, schedule)
 
 
 FROM_MEMORY = frozenset({"aquila"})

@@ -56,26 +56,6 @@ def init_clients(
     return Clients(num_params, track, np.zeros(num_clients, np.int64), stages)
 
 
-def join_clients(states: Sequence[Clients]) -> Clients:
-    first = states[0]
-    track = Track(*map(np.concatenate, zip(*(state.track for state in states), strict=True)))
-    stages = {
-        name: {f: np.concatenate([state.stages[name][f] for state in states]) for f in fields}
-        for name, fields in first.stages.items()
-    }
-    skipped_rounds = np.concatenate([state.skipped_rounds for state in states])
-    return Clients(first.num_params, track, skipped_rounds, stages)
-
-
-def split_clients(state: Clients) -> list[Clients]:
-    def split(m: int) -> Clients:
-        row = slice(m, m + 1)
-        stages = {n: {f: t[row] for f, t in fields.items()} for n, fields in state.stages.items()}
-        return Clients(state.num_params, state.track.row(m), state.skipped_rounds[row], stages)
-
-    return [split(m) for m in range(len(state.skipped_rounds))]
-
-
 def compress(recipe: Recipe, state: Clients, clients: IntArray, flow: Flow) -> Compressed:
     """Decide for each of these clients what it sends, and quantize it; nothing else changes.
 
@@ -117,8 +97,7 @@ def settle(recipe: Recipe, state: Clients, sent: Compressed) -> Clients:
 
 
 def describe_fault(vector: FloatArray) -> str:
-    num_bad = int(np.count_nonzero(~np.isfinite(vector)))
-    if num_bad:
+    if num_bad := int(np.count_nonzero(~np.isfinite(vector))):
         return f"gradient has {num_bad} non-finite values of {vector.size}"
     return f"innovation exceeds the largest magnitude a grid accepts, {MAX_RADIUS:.3g}"
 

@@ -188,18 +188,19 @@ def take_step(
         moved, entry, length = _catch_up(space, model, step, direction, update, num_clients)
     else:
         rule, size = step.rule.next(space, model.step, model.parameters, update, step.size)
-        wanted, model = _Wanted(direction, update, size), model._replace(step=rule)
+        wanted, model = (direction, update, size), model._replace(step=rule)
         if is_rounded:
             moved, entry, length = _steer(space, recipe, model, step, wanted, num_clients)
         else:
             moved, entry, length = _say_all(space, recipe, model, step, wanted)
     movement = last = model.history[0] if model.history else 0.0
     if length is not None:  # else the model moved as it did before
-        movement = length.squared / num_clients**2 * length.factor
+        squared_norm, share = length
+        movement = space.number(squared_norm) / num_clients**2 * share
         movement = rounded_up(movement) if is_rounded else movement
     if recipe.noise and recipe.keeps_residual:
         if not is_rounded:
-            walked = wanted.size**2 * space.squared_norm(wanted.update)
+            walked = size**2 * space.squared_norm(update)
         else:
             walked = energy_of(entry.position) if isinstance(entry.position, Upload) else 0.0
         moved = moved._replace(budget=_noise_while_steady(space, moved, walked))
@@ -216,55 +217,47 @@ def take_step(
     return moved, entry
 
 
-class _Wanted(NamedTuple):  # the step as it would be if everything were said
-    direction: Array
-    update: Array
-    size: float
+Wanted = tuple[Array, Array, float]
+"""The step as it would be if everything were said: direction, update and ``α``."""
+Moved = tuple[Model, Entry, tuple[Array, float] | None]
+"""The model and the entry after a step, and ``‖step‖²`` with a factor that makes it one of clients'
+vectors; None where the model moved as it did before."""
 
 
-class _Length(NamedTuple):
-    squared: float  # ``‖step‖²``
-    factor: float  # which makes it one of clients' vectors
-
-
-def _say_all(
-    space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted
-) -> tuple[Model, Entry, _Length | None]:
+def _say_all(space: Space, recipe: Recipe, model: Model, step: Step, wanted: Wanted) -> Moved:
     """Take the whole step; with `Exact`, say it to the bit."""
-    params, entry = model.parameters, Entry(model.round)
+    (direction, update, size), params, entry = wanted, model.parameters, Entry(model.round)
     is_exact = isinstance(step.downlink, Exact)
     if is_exact and recipe.memory.keeps_mirror:
         velocity = model.velocity
         if model.is_moved or not step.is_steady:
-            rounded = space.cast(wanted.update * -wanted.size, params)
+            rounded = space.cast(update * -size, params)
             velocity = space.cast(rounded, model.velocity)
             entry = entry._replace(velocity=_change(space, model.velocity, velocity))
         model = model._replace(velocity=velocity)
-        stepped, squared_norm = space.take_step(params, velocity, wanted.direction, -1.0)
+        stepped, squared_norm = space.take_step(params, velocity, direction, -1.0)
     else:
         before = np.array(space.get(params)) if is_exact else None
-        stepped, squared_norm = space.take_step(
-            params, wanted.update, wanted.direction, wanted.size
-        )
+        stepped, squared_norm = space.take_step(params, update, direction, size)
         if before is not None:
             entry = entry._replace(position=_change(space.host, before, space.get(stepped)))
-    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
-    return model._replace(parameters=stepped), entry, length
+    return model._replace(parameters=stepped), entry, (squared_norm, step.optimizer.fresh_share)
 
 
 def _steer(
-    space: Space, recipe: Recipe, model: Model, step: Step, wanted: _Wanted, num_clients: int
-) -> tuple[Model, Entry, _Length | None]:
+    space: Space, recipe: Recipe, model: Model, step: Step, wanted: Wanted, num_clients: int
+) -> Moved:
     """Correct the velocity if it has to be, and move by it."""
     assert isinstance(step.downlink, Condensed)
-    velocity, entry, scale = model.velocity, Entry(model.round), wanted.size**2
+    direction, update, size = wanted
+    velocity, entry, scale = model.velocity, Entry(model.round), size**2
     if not isinstance(step.optimizer, SGD):
-        before = space.squared_norm(wanted.direction)
-        scale *= space.squared_norm(wanted.update) / before if before else 1.0
+        before = space.squared_norm(direction)
+        scale *= space.squared_norm(update) / before if before else 1.0
     movement = recipe.movement.of(model.history)
     tolerance = step.downlink.tolerance * num_clients**2 * movement * scale
     if model.is_moved or not step.is_steady or model.gap > tolerance:
-        gap = wanted.update * -wanted.size - velocity
+        gap = update * -size - velocity
         found = correct(step.downlink.of_velocity, Flow(gap[None], tolerance, space))
         model = model._replace(gap=float(found.innovation.squared_norm[0]))
         if found.uploads:
@@ -278,13 +271,13 @@ def _steer(
             entry = entry._replace(velocity=upload)
     stepped, squared_norm = space.take_step(model.parameters, velocity, velocity, -1.0)
     share = step.optimizer.fresh_share / scale if scale else 0.0
-    length = None if entry.velocity is None else _Length(space.number(squared_norm), share)
+    length = None if entry.velocity is None else (squared_norm, share)
     return model._replace(parameters=stepped), entry, length
 
 
 def _catch_up(
     space: Space, model: Model, step: Step, direction: Array, update: Array, num_clients: int
-) -> tuple[Model, Entry, _Length | None]:
+) -> Moved:
     """Say the largest coordinates of the update and of what was not said of earlier ones.
 
     What waits is kept as an update: it moves the model by the step of the round that says it. The
@@ -293,7 +286,7 @@ def _catch_up(
     assert isinstance(step.downlink, Condensed)
     params, rest = model.parameters, model.rest + update
     uploads: Sequence[AnyUpload] = ()
-    if space.any(model.total):  # else as if no one had sent: equal sums are published alike
+    if (model.total != 0).any():  # else as if no one had sent: equal sums are published alike
         senders = step.senders(num_clients)
         coder = step.downlink.of_position(len(params), model.num_sent, senders, step.sampled)
         vector = rest * math.copysign(1.0, -step.size)
@@ -318,9 +311,8 @@ def _catch_up(
     entry = Entry(model.round, position=upload)
     if quantum != model.quantum:
         rest, entry = rest + (base - params) / size, entry._replace(quantum=quantum)
-    length = _Length(space.number(squared_norm), step.optimizer.fresh_share)
     model = model._replace(parameters=stepped, rest=rest, step=rule, quantum=quantum)
-    return model, entry, length
+    return model, entry, (squared_norm, step.optimizer.fresh_share)
 
 
 def on_grid(
@@ -444,10 +436,8 @@ def init_server(
 
 
 def join_server(model: Model, all_peers: Sequence[Peer]) -> ServerState:
-    peers = PerClient.alike(len(all_peers), all_peers[0])
-    for client, peer in enumerate(all_peers):
-        peers = peers.replaced(client, peer)
-    return ServerState(model, peers)
+    rows = (tuple(all_peers[k : k + _ROW]) for k in range(0, len(all_peers), _ROW))
+    return ServerState(model, PerClient(len(all_peers), tuple(rows)))
 
 
 def broadcast(recipe: Recipe, state: ServerState) -> Broadcast:
@@ -472,7 +462,14 @@ def take_message(
     if isinstance(message, Skip):
         peer = peer._replace(last_round=state.round)
         return state._replace(peers=state.peers.replaced(client, peer))
-    check_message(state.model, client, message, weight)
+    num_params = len(state.parameters)
+    if len(message) != num_params:
+        raise MessageError(
+            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
+        )
+    if not is_number(weight):
+        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
+    message.validate()
     model = state.model._replace(total=state.model.total.copy())
     own = peer.track.copy()
     weights = np.array([float(weight)])
@@ -486,17 +483,6 @@ def check_client(state: ServerState, client: int) -> None:
         raise MessageError(
             f"client is {client!r}; it must be a whole number in 0..{state.num_clients - 1}"
         )
-
-
-def check_message(model: Model, client: int, message: AnyUpload, weight: float) -> None:
-    num_params = len(model.parameters)
-    if len(message) != num_params:
-        raise MessageError(
-            f"client {client} sent {len(message)} coordinates; the model has {num_params}"
-        )
-    if not is_number(weight):
-        raise MessageError(f"weight of client {client} is {weight!r}; it must be a finite number")
-    message.validate()
 
 
 def forget(recipe: Recipe, state: ServerState, client: int, weight: float = 1.0) -> ServerState:

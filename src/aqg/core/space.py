@@ -8,7 +8,9 @@ test holds them to the ones here. No operation decides anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +22,8 @@ from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
 from aqg.core.track import Memory, advance
 from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.errors import ConfigError
 from aqg.jit import njit
-from aqg.parallel import map_threads, num_threads
 
 Array = Any
 """An array of the space's own kind."""
@@ -29,8 +31,6 @@ Array = Any
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_THREAD_BYTES = 1 << 20
-"""Work on less than this is done before a thread has started."""
 _PIECE_BYTES = 1 << 21
 """Rows handed to a thread at a time: few enough to stay near it from one step to the next."""
 _THREAD_LENGTH = 1 << 15
@@ -93,13 +93,7 @@ class NumpySpace:
         ``vectors`` may be overwritten by them if they are the space's own. Large blocks are worked
         on piece by piece, on all cores.
         """
-        num_rows = len(vectors)
-        if vectors.nbytes < _THREAD_BYTES or num_rows == 1:
-            if mirrors is not None:
-                out = vectors if self.in_place else None
-                vectors = np.subtract(vectors, self.take(mirrors, clients), out=out)
-            return vectors, quantizer.measure(vectors)
-        deltas = vectors
+        deltas, num_rows = vectors, len(vectors)
         if mirrors is not None and not self.in_place:
             deltas = np.empty_like(vectors)
 
@@ -109,6 +103,8 @@ class NumpySpace:
             return quantizer.measure(deltas[piece])
 
         size = max(1, _PIECE_BYTES * num_rows // vectors.nbytes)
+        if size >= num_rows:
+            return deltas, innovate(slice(num_rows))
         pieces = [slice(start, start + size) for start in range(0, num_rows, size)]
         parts = map_threads(innovate, pieces, num_threads())
         return deltas, Innovation(*map(np.concatenate, zip(*parts, strict=True)))
@@ -167,9 +163,6 @@ class NumpySpace:
     def cast(self, vector: Array, like: Array) -> Array:
         return vector.astype(like.dtype, copy=False)
 
-    def any(self, vector: Array) -> bool:
-        return bool(vector.any())
-
     def take_step(
         self, params: Array, update: Array, direction: Array, step_size: float
     ) -> tuple[Array, Array]:
@@ -202,6 +195,31 @@ class NumpySpace:
 
 Space = NumpySpace
 """A space of any kind: all are made from this one."""
+
+
+def map_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None
+) -> list[Result]:
+    """Apply ``function`` to every item on up to ``threads`` threads (``None``: one per core).
+
+    The results come in order. No thread is started for a single item or a single thread; the
+    kernels behind ``function`` release the interpreter lock.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be at least 1, or None for one per core")
+    workers = min(len(items), threads or os.cpu_count() or 1)
+    if workers <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(workers, thread_name_prefix="aqg") as pool:
+        return list(pool.map(function, items))
+
+
+def num_threads() -> int:
+    """Return how many threads to use: ``OMP_NUM_THREADS``, as for BLAS, or one per core."""
+    try:
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    except (KeyError, ValueError):
+        return os.cpu_count() or 1
 
 
 def as_index(clients: IntArray) -> slice | IntArray:

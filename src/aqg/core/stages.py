@@ -100,54 +100,38 @@ def settle_stage(
 class ErrorFeedback(Stage):
     """Sends ``C(g + e)`` and keeps ``e ← g + e - C(g + e)``, the residual.
 
-    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory.
+    Seide et al., 1-Bit Stochastic Gradient Descent; Stich et al., Sparsified SGD with Memory. With
+    an ``η`` below 1 it keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was
+    to be sent: Gao et al., EControl: Fast Distributed Optimization with Compression and Error
+    Control.
     """
 
+    eta: float = 1.0
     name: ClassVar[str] = "feedback"
     keeps: ClassVar[str] = "residual"
     vectors: ClassVar[str] = "device"
 
+    def __post_init__(self) -> None:
+        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
+
     def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
         return state, flow._replace(vectors=flow.space.add(flow.vectors, state["residual"]))
 
-    def after(self, _state: StageState, outcome: Outcome) -> StageState:
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
         space, senders = outcome.space, outcome.senders
         if not len(senders):
             return {"residual": outcome.vectors}
         pairs = zip(space.rows(outcome.vectors, senders), outcome.uploads, strict=True)
         left = np.stack([vector - upload.values(vector.dtype.type) for vector, upload in pairs])
+        if self.eta < 1:
+            old = np.asarray(space.rows(state["residual"], senders))
+            left = (1 - self.eta) * old + self.eta * left
         return {"residual": space.store(outcome.vectors, senders, left)}
 
 
 @dataclass(frozen=True)
-class ErrorControl(ErrorFeedback):
-    """Keeps ``η·e``, of the error ``e ← (1 - η)·e + v - C(v)`` with ``v`` what was to be sent.
-
-    Gao et al., EControl: Fast Distributed Optimization with Compression and Error Control.
-    """
-
-    eta: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(0 < self.eta <= 1, "eta", self.eta, "above 0 and at most 1")
-
-    def after(self, state: StageState, outcome: Outcome) -> StageState:
-        space, senders = outcome.space, outcome.senders
-        new = super().after(state, outcome)["residual"]
-        if len(senders):
-            old, left = (np.asarray(space.rows(v, senders)) for v in (state["residual"], new))
-            new = space.store(new, senders, (1 - self.eta) * old + self.eta * left)
-        return {"residual": new}
-
-
-@dataclass(frozen=True)
 class RunningAverage(Stage):
-    """``v ← (1 - η)·v + η·g``; the first gradient starts it.
-
-    >>> from aqg.core.space import NumpySpace
-    >>> NumpySpace().blend(np.array([[2.0, 0.0]]), np.array([[4.0, 4.0]]), weight=0.25)
-    array([[2.5, 1. ]])
-    """
+    """``v ← (1 - η)·v + η·g``; the first gradient starts it."""
 
     eta: float
     name: ClassVar[str] = "average"
@@ -287,11 +271,6 @@ def level_factors(weights: Float64Array) -> Float64Array | None:
 
     ``q_m = q·w_m^(2/3)·√(Σ w^(2/3) / Σ w²)``: of all with the same variance of the weighted sum,
     ``Σ w²/q_m²``, these have the fewest levels.
-
-    >>> level_factors(np.array([0.5, 1.5])).round(3)
-    array([0.555, 1.154])
-    >>> level_factors(np.ones(3)) is None
-    True
     """
     if not len(weights) or (weights == weights[0]).all() or not (weights > 0).all():
         return None

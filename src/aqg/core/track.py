@@ -60,9 +60,6 @@ class Track(NamedTuple):
     direction: NDArray[np.int8]
     is_held: BoolArray  # whether the position may differ from zero, ``(M,)``
 
-    def row(self, index: int) -> Track:
-        return Track._make(part[index : index + 1] for part in self)
-
     def copy(self) -> Track:
         return Track._make(part.copy() for part in self)
 
@@ -106,7 +103,6 @@ class Outcome(NamedTuple):
     vectors: Any
     innovation: Innovation  # their statistics
     senders: IntArray  # places of those that are corrected
-    skipping: IntArray  # of those that need not be
     faulty: IntArray  # of those whose vectors cannot be quantized: their state is left as it was
     skipped_rounds: IntArray  # how many rounds in a row each was not corrected, this one included
     space: Space  # where the vectors live
@@ -149,12 +145,9 @@ def correct(
     vectors, innovation = space.measure(recipe.quantizer, flow.vectors, positions, rows)
     decision = recipe.policy.decide(Case(innovation, flow.movement, flow.stored_errors))
     skipped_rounds = skipped_rounds.copy()
-    senders, skipping, faulty = who_sends(
-        decision.send, innovation.in_range, skipped_rounds, recipe.max_staleness
-    )
-    found = Outcome(
-        vectors, innovation, senders, skipping, faulty, skipped_rounds, space, flow.noise
-    )
+    places = who_sends(decision.send, innovation.in_range, skipped_rounds, recipe.max_staleness)
+    found = Outcome(vectors, innovation, *places, skipped_rounds, space, flow.noise)
+    senders = found.senders
     if not len(senders):
         return found
     chosen = space.rows(vectors, senders)
@@ -189,13 +182,6 @@ def follow(
 
     With `Memory.LATEST` a correction of the position replaces it. The old track is left as it was;
     with ``in_place`` it is given away: its arrays that can be written to are moved.
-
-    >>> from aqg.core.grids import Grid
-    >>> track = init_track(3, np.dtype("float64"), has_velocity=True)
-    >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
-    >>> track = follow(track, velocity=upload)
-    >>> follow(track, position=upload).position
-    array([[ 1.5,  0. , -1.5]])
     """
     if not memory.keeps_mirror:
         return track
@@ -221,11 +207,6 @@ def advance(memory: Memory, position: FloatArray, part: Part, in_place: bool = F
     """Return one position, of shape ``(n,)``, after a correction.
 
     A sum takes the place of the old position if that is given away and can be written to.
-
-    >>> from aqg.core.grids import Grid
-    >>> upload = Upload(np.array([2, 1, 0], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
-    >>> advance(Memory.INNOVATION, np.array([1.0, 1.0, 1.0]), upload)
-    array([1.5, 1. , 0.5])
     """
     if isinstance(part, Change):
         return part.new
@@ -247,11 +228,7 @@ def next_direction(direction: NDArray[np.int8], part: Part) -> NDArray[np.int8]:
 
 
 def direction_of(levels: NDArray[np.unsignedinteger], num_symbols: int) -> NDArray[np.int8]:
-    """Return where an upload went, ``v = 2q - (num_symbols - 1)`` cut to ``-3..3``.
-
-    >>> direction_of(np.array([0, 6, 7, 8], np.uint8), num_symbols=15)
-    array([-3, -2,  0,  2], dtype=int8)
-    """
+    """Return where an upload went, ``v = 2q - (num_symbols - 1)`` cut to ``-3..3``."""
     direction = np.empty(len(levels), np.int8)
     _write_direction(levels, num_symbols, direction)
     return direction
@@ -266,21 +243,13 @@ def _write_direction(levels: Any, num_symbols: Any, direction: Any) -> None:
 
 def who_sends(
     wanting: BoolArray, in_range: BoolArray, skipped_rounds: IntArray, max_staleness: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the places of those that send, that skip, and whose vectors are out of range.
+) -> tuple[IntArray, IntArray]:
+    """Return the places of those that send, and of those whose vectors are out of range.
 
     One sends if it wants to, or if it skipped ``max_staleness`` rounds in a row, which
     ``skipped_rounds`` counts; it is brought up to date. All arrays are ``(M,)``.
-
-    >>> skipped_rounds = np.array([0, 7, 2, 3])
-    >>> wanting, in_range = np.array([1, 0, 0, 1], bool), np.array([1, 1, 1, 0], bool)
-    >>> who_sends(wanting, in_range, skipped_rounds, max_staleness=7)
-    (array([0, 1]), array([2]), array([3]))
-    >>> skipped_rounds
-    array([0, 0, 3, 3])
     """
     sends = in_range & (wanting | (skipped_rounds >= max_staleness))
-    skips = in_range & ~sends
     skipped_rounds[sends] = 0
-    skipped_rounds += skips
-    return np.flatnonzero(sends), np.flatnonzero(skips), np.flatnonzero(~in_range)
+    skipped_rounds += in_range & ~sends
+    return np.flatnonzero(sends), np.flatnonzero(~in_range)

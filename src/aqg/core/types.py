@@ -33,19 +33,14 @@ class ByValue:
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return type(self) is type(other) and all(
-            _is_same(getattr(self, name), getattr(other, name)) for name in names
-        )
+        return type(self) is type(other) and self._content() == other._content()
 
     __hash__ = None  # type: ignore[assignment]  # arrays do not hash
 
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, np.ndarray):
-        return bool(one == other)
-    is_alike = one.dtype == other.dtype and one.shape == other.shape
-    return bool(is_alike and one.tobytes() == other.tobytes())
+    def _content(self) -> list[Any]:
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        arrays = np.ndarray
+        return [(v.dtype, v.shape, v.tobytes()) if isinstance(v, arrays) else v for v in values]
 
 
 def to_numpy(value: Any) -> NDArray[Any]:

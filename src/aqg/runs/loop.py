@@ -32,7 +32,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.state import SimulationState
+from aqg.sim.simulation import SimulationState
 from aqg.weights import BEST, FINAL, read_notes, to_bytes
 
 _SECONDS_FOR_ORPHANS = 60.0

@@ -13,7 +13,7 @@ of the past. Where both ends keep mirrors that is not so, and recipes with mirro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,21 +66,15 @@ class Speeds:
         return times * np.exp(self.jitter * random.normal(size=len(times)))
 
 
-def _equal(*, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
-    return Speeds(seconds, jitter=jitter)
-
-
-def _lognormal(*, sigma: float = 1.0, seconds: float = 1.0, jitter: float = 0.0) -> Speeds:
-    return Speeds(seconds, sigma, jitter=jitter)
-
-
-def _stragglers(
-    *, share: float = 0.2, times: float = 10.0, seconds: float = 1.0, jitter: float = 0.0
-) -> Speeds:
-    return Speeds(seconds, 0.0, share, times, jitter)
-
-
-SPEEDS = {"equal": _equal, "lognormal": _lognormal, "stragglers": _stragglers}
+SPEEDS: dict[str, Callable[..., Speeds]] = {
+    "equal": lambda *, seconds=1.0, jitter=0.0: Speeds(seconds, jitter=jitter),
+    "lognormal": lambda *, sigma=1.0, seconds=1.0, jitter=0.0: Speeds(
+        seconds, sigma, jitter=jitter
+    ),
+    "stragglers": lambda *, share=0.2, times=10.0, seconds=1.0, jitter=0.0: Speeds(
+        seconds, 0.0, share, times, jitter
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -120,14 +114,7 @@ class Late:
 def make_late(
     speeds: str | None, buffer_size: int | None, outages: str | None, mbit: float
 ) -> Late | None:
-    """Make what settings say; None where nothing is said.
-
-    >>> make_late("lognormal:sigma=0.5", 3, None, 0.0).speeds.sigma
-    0.5
-    >>> make_late(None, 3, None, 0.0)
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: buffer_size is 3 without speeds; without them no reply is late
-    """
+    """Make what settings say; None where nothing is said."""
     if speeds is None:
         given = {"buffer_size": buffer_size, "outages": outages, "link_mbit": mbit}
         for name, value in given.items():
@@ -173,14 +160,6 @@ class Reply(NamedTuple):
     size: int  # of its frame
 
 
-def replies_of(
-    clients: IntArray, senders: IntArray, uploads: Sequence[AnyUpload], sizes: IntArray
-) -> dict[int, Reply]:
-    """Return the replies of some clients, of which those that do not send skip."""
-    messages = dict(zip(senders.tolist(), uploads, strict=True))
-    return {m: Reply(messages.get(m, Skip()), int(sizes[m])) for m in clients.tolist()}
-
-
 class Closed(NamedTuple):
     """The replies that count in a round, in the order of their clients."""
 
@@ -203,12 +182,6 @@ class Closed(NamedTuple):
         return widths, sizes
 
 
-def in_time(replies: Mapping[int, Reply], num_clients: int) -> Closed:
-    """Return the replies of a round that waits for all of them."""
-    clients, nobody = np.array(list(replies), np.int64), np.zeros(num_clients, np.bool_)
-    return Closed(clients, list(replies.values()), np.ones(num_clients), nobody)
-
-
 class Pending(NamedTuple):
     """The replies that are on their way between two rounds."""
 
@@ -228,8 +201,7 @@ class Replies:
         self._times = late.speeds.of_clients(count, seed)
         self._rounds = np.zeros(count, np.int64)
         self._arrivals = np.zeros(count)
-        self._begun: dict[int, Reply] = {}  # of this round
-        self._frames: dict[int, bytes] = {}  # of those from earlier rounds
+        self._waiting: dict[int, Reply] = {}
 
     @property
     def at_work(self) -> BoolArray:
@@ -247,7 +219,7 @@ class Replies:
             transfer = moved * _BITS_PER_BYTE / (late.mbit * _MEGA) if moved else 0.0
             self._rounds[client] = number
             self._arrivals[client] = self.clock + seconds[client] + transfer
-        self._begun = dict(replies)
+        self._waiting |= replies
 
     def close(self, number: int) -> Closed:
         waiting = np.flatnonzero(self.at_work)
@@ -258,25 +230,17 @@ class Replies:
         clients = np.sort(waiting[first])
         ages = number - self._rounds[clients]
         self._rounds[clients] = 0
-        replies = [self._take(client) for client in clients.tolist()]
-        self._frames |= {client: encode(reply.message) for client, reply in self._begun.items()}
-        self._begun = {}
+        replies = [self._waiting.pop(client) for client in clients.tolist()]
         factors = np.ones(len(self._rounds))
         factors[clients] = [age_weight(age) for age in ages.tolist()]
         return Closed(clients, replies, factors, self.at_work)
 
-    def _take(self, client: int) -> Reply:
-        if client in self._begun:
-            return self._begun.pop(client)
-        frame = self._frames.pop(client)
-        return Reply(decode(frame, self._num_params), len(frame))
-
     def pending(self) -> Pending:
-        frames = tuple(frame for _, frame in sorted(self._frames.items()))
+        frames = tuple(encode(self._waiting[client].message) for client in sorted(self._waiting))
         return Pending(self.clock, self._rounds.copy(), self._arrivals.copy(), frames)
 
     def load(self, found: Pending) -> None:
         self.clock = found.clock
         self._rounds, self._arrivals = found.round.copy(), found.arrival.copy()
-        clients = np.flatnonzero(self.at_work).tolist()
-        self._frames = dict(zip(clients, found.frames, strict=True))
+        replies = [Reply(decode(frame, self._num_params), len(frame)) for frame in found.frames]
+        self._waiting = dict(zip(np.flatnonzero(self.at_work).tolist(), replies, strict=True))

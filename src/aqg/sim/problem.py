@@ -210,9 +210,9 @@ def gather(source: Any, name: str = "the dataset", dtype: str = "float32") -> Sa
     ``source`` is a torch dataset of pairs of a sample and its target; a pair of arrays or tensors,
     samples first; or `Samples`. Whole numbers stay whole, others get ``dtype``.
 
-    >>> samples = gather(([[0.5, 1.0], [2.0, 4.0]], [0, 1]))
+    >>> samples = gather([([0.5, 1.0], 0), ([2.0, 4.0], 1), ([0.0, 8.0], 1)])
     >>> samples.features.dtype, samples.labels.tolist()
-    (dtype('float32'), [0, 1])
+    (dtype('float32'), [0, 1, 1])
     """
     features, labels = _columns(source, name)
     if not features.ndim or not labels.ndim or len(features) != len(labels):
@@ -233,33 +233,30 @@ def _columns(source: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     for pair in source, getattr(source, "tensors", None):
         if isinstance(pair, tuple | list) and len(pair) == 2:
             return _array(pair[0], name), _array(pair[1], name)
-    features, labels = [], []
-    for number, item in enumerate(_items(source, name)):
+    items = source
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        items = map(source.__getitem__, range(len(source)))
+    elif not hasattr(source, "__iter__"):
+        kind = type(source).__name__
+        raise DataError(f"{name} is a {kind}; it must be a torch Dataset or a pair")
+    columns: tuple[list[NDArray[Any]], list[NDArray[Any]]] = [], []
+    for number, item in enumerate(items):
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
                 f"item {number} of {name} is a {type(item).__name__}; it must be a pair of a "
                 "sample and its target"
             )
-        features.append(_array(item[0], name))
-        labels.append(_array(item[1], name))
-    for what, column in (("sample", features), ("target", labels)):
-        for number, array in enumerate(column):
-            if array.shape != column[0].shape:
+        for what, column, value in zip(("sample", "target"), columns, item, strict=True):
+            column.append(_array(value, name))
+            if column[-1].shape != column[0].shape:
                 raise DataError(
-                    f"{what} {number} of {name} has shape {array.shape}, and {what} 0 has "
+                    f"{what} {number} of {name} has shape {column[-1].shape}, and {what} 0 has "
                     f"{column[0].shape}; pad them to one shape"
                 )
-    if not features:
+    if not columns[0]:
         raise DataError(f"{name} has 0 samples; at least 1 is needed")
-    return np.stack(features), np.stack(labels)
-
-
-def _items(source: Any, name: str) -> Any:
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return (source[index] for index in range(len(source)))
-    if hasattr(source, "__iter__"):
-        return source
-    raise DataError(f"{name} is a {type(source).__name__}; it must be a torch Dataset or a pair")
+    features, labels = map(np.stack, columns)
+    return features, labels
 
 
 def _array(value: Any, name: str) -> NDArray[Any]:

@@ -4,14 +4,16 @@ One server, one object per client, and real frames between them, over the functi
 deployment uses. It is slow and plain on purpose; the fast engine is tested against it.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from aqg.core import server
+from aqg.core.arrays import map_arrays
 from aqg.core.messages import Broadcast
 from aqg.core.public import Public, init_public
-from aqg.core.round import Clients, ClientState, join_clients, respond, split_clients
+from aqg.core.round import Clients, ClientState, respond
 from aqg.core.server import Model, ServerState
 from aqg.core.space import NumpySpace
 from aqg.core.types import Float64Array, IntArray
@@ -36,12 +38,14 @@ class ReferenceSimulation(Simulation):
         self._load(self._initial_state())
 
     def run_round(self, evaluate: bool = True) -> RoundRecord:
+        """Run the six steps of a round, as ``docs/explanation/algorithm.md`` counts them."""
         number, before, present = self.next_round, self.model, self._present()
         deliveries, received = self._deliver(present)
         plan = {m: delivery for clients, delivery in deliveries for m in clients.tolist()}
         losses, faults, replies = np.full(len(self.everyone), np.nan), [], {}
         for m in present.tolist():
-            frame, losses[m], fault = self._client(m, self._tell(m, plan[m]))
+            news = self._tell(m, plan[m])  # 1. ``θ^k``, and how far the model moved lately
+            frame, losses[m], fault = self._client(m, news)  # 2. to 4. ``g_m^k``, and bits of ``Δ``
             message = decode(frame, len(before.parameters), known=known(self.server.peers[m].track))
             replies[m] = Reply(message, len(frame))
             faults += [] if fault is None else [(m, fault)]
@@ -49,8 +53,9 @@ class ReferenceSimulation(Simulation):
         closed = self._close(number, replies, received)
         shares = self._shares(closed.clients) * closed.factors
         for m, reply in zip(closed.clients.tolist(), closed.replies, strict=True):
-            weight = float(shares[m])
+            weight = float(shares[m])  # 5. ``ref_m ← ref_m + Q_b(Δ)``
             self.server = server.take_message(self.recipe, self.server, m, reply.message, weight)
+        # 6. ``θ^{k+1} = θ^k - α Σ_m w_m ref_m``
         self.server, entry = server.publish_round(self.recipe, self.server, self.step)
         self._publish(entry, before)
         widths, sent = closed.widths_and_sizes()
@@ -97,7 +102,8 @@ class ReferenceSimulation(Simulation):
 
     def _place(self, model: Model, clients: Clients) -> None:
         """Go on from a state; both sides get the one copy of a mirror."""
-        self.clients = split_clients(clients)
+        rows = (slice(m, m + 1) for m in self.everyone.tolist())
+        self.clients = [map_arrays(itemgetter(row), clients) for row in rows]
         peers = [server.Peer(client.track) for client in self.clients]
         self.server = server.join_server(model, peers)
         first = init_public(self.recipe, self.problem.initial_params)
@@ -105,4 +111,4 @@ class ReferenceSimulation(Simulation):
         self.models = [held] * len(self.clients)
 
     def _clients_state(self) -> Clients:
-        return join_clients(self.clients)
+        return map_arrays(lambda *rows: np.concatenate(rows), *self.clients)

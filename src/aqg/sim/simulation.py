@@ -1,13 +1,15 @@
-"""What both simulators have in common: the terms of a run, who takes part, and the log."""
+"""What both simulators have in common: the terms of a run, its state, who takes part, the log."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aqg.core.arrays import from_arrays, map_arrays, to_arrays
 from aqg.core.downlink import Full
 from aqg.core.public import Entry, lies_on_grid
 from aqg.core.recipe import Recipe
@@ -17,15 +19,50 @@ from aqg.core.space import Array, NumpySpace
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
 from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.errors import RunError
 from aqg.protocol.log import Delivery, LogState, ReadLog
-from aqg.sim.late import Closed, Replies, Reply, check_late, in_time
+from aqg.sim.late import Closed, Pending, Replies, Reply, check_late
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord, full_download_bytes
-from aqg.sim.state import SimulationState, check_fits
 from aqg.sim.statistics import make_statistics
 from aqg.sim.training import Dropout, Training
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
+
+_VARYING = (
+    *("model/history", "statistics/mean", "late/frames", "late/frames/lengths"),
+    *("log/entries", "log/entries/lengths", "log/snapshot"),
+)
+"""Arrays that are not of one length."""
+_OPTIONAL = ("clients/stages/", "model/step/", "statistics/", "log/", "late/")
+
+
+class SimulationState(NamedTuple):
+    """Server and clients together, in NumPy."""
+
+    model: Model  # the model and what moves it
+    clients: Clients  # what the clients remember; their links are the server's as well, being equal
+    # of the model, as `RunStatistics.to_arrays` returns them; None: there are none to carry
+    statistics: Mapping[str, NDArray[Any]] | None = None
+    # of the model, and who has read how much of it; None where clients receive models
+    log: LogState | None = None
+    late: Pending | None = None  # replies on their way; None where time is not simulated
+
+    @property
+    def round(self) -> int:
+        return self.model.round
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        return to_arrays(self)
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> SimulationState:
+        try:
+            return from_arrays(SimulationState, arrays)
+        except KeyError as error:
+            raise RunError(
+                f"checkpoint has no {error.args[0]!r}; it is not one of a simulation"
+            ) from None
 
 
 class Simulation(ABC):
@@ -152,8 +189,11 @@ class Simulation(ABC):
         self.log.cut(int(self.log.positions.min()))
 
     def _close(self, number: int, replies: Mapping[int, Reply], received: IntArray) -> Closed:
-        if self.replies is None:
-            return in_time(replies, len(self.everyone))
+        if self.replies is None:  # a round waits for all of them
+            clients, count = np.array(list(replies), np.int64), len(self.everyone)
+            return Closed(
+                clients, list(replies.values()), np.ones(count), np.zeros(count, np.bool_)
+            )
         self.replies.send(number, replies, received)
         return self.replies.close(number)
 
@@ -228,22 +268,31 @@ class Simulation(ABC):
 
 
 def model_in(move: Callable[[Array], Array], model: Model) -> Model:
-    """Return the model with its vectors in another place."""
-    step = model.step
-    if step is not None:
-        step = step._replace(start=move(step.start), mean=move(step.mean))
-    names = ("parameters", "velocity", "total", "rest")
-    vectors = {name: move(getattr(model, name)) for name in names}
-    optimizer = type(model.optimizer)(*map(move, model.optimizer))
-    return model._replace(optimizer=optimizer, step=step, **vectors)
+    """Return the model with its vectors in another place; directions stay in NumPy."""
+    moved: Model = map_arrays(move, model)
+    return moved._replace(direction=model.direction)
 
 
 def _clients_in(move: Callable[[Array], Array], recipe: Recipe, clients: Clients) -> Clients:
     """Return the clients' state with its vectors in another place, and all else copied."""
     position, velocity, direction, is_held = clients.track
+    stages = {
+        name: map_arrays(move if stage.vectors == "device" else np.array, clients.stages[name])
+        for name, stage in recipe.all_stages.items()
+    }
     track = Track(move(position), move(velocity), direction.copy(), is_held.copy())
-    stages = {}
-    for name, stage in recipe.all_stages.items():
-        place: Any = move if stage.vectors == "device" else np.array
-        stages[name] = {field: place(table) for field, table in clients.stages[name].items()}
     return Clients(clients.num_params, track, clients.skipped_rounds.copy(), stages)
+
+
+def check_fits(state: SimulationState, expected: SimulationState) -> None:
+    """Raise `RunError` unless a state has the arrays of another, with the same shapes."""
+    found, wanted = (
+        {name: a.shape for name, a in one.to_arrays().items() if name not in _VARYING}
+        for one in (state, expected)
+    )
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            raise RunError(f"checkpoint does not fit the run: {name!r} is not of shape {shape}")
+    for name in sorted(found.keys() - wanted.keys()):
+        if name.startswith(_OPTIONAL):
+            raise RunError(f"checkpoint does not fit the run: it has {name!r}")

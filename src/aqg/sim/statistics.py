@@ -17,18 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.arrays import from_arrays, to_arrays
+from aqg.core.quantizers import Verbatim
 from aqg.core.recipe import Recipe
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import GradientError
 from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
-from aqg.sim.backends import Backend
 from aqg.sim.problem import Problem
 from aqg.sim.record import StatisticsTraffic
 from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     from aqg.objectives.module import ModuleObjective
+    from aqg.sim.engine import Backend
 
 
 class RunStatistics:
@@ -87,7 +88,8 @@ def make_statistics(
         return RunStatistics(problem)
     if layout.policy == "local":
         return _Local(problem)
-    return _Averaged(problem, weights, fine=recipe.is_verbatim, average=training.step.average)
+    is_fine = isinstance(recipe.quantizer, Verbatim)
+    return _Averaged(problem, weights, fine=is_fine, average=training.step.average)
 
 
 class _Kept(NamedTuple):

@@ -1,12 +1,13 @@
 """Torch tensors on a GPU: gradients and statistics there, only the senders' vectors come back."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
 from aqg.core.kernels import Innovation
@@ -15,9 +16,8 @@ from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, FloatArray, IntArray
-from aqg.objectives.closed_form import Perceptron, Softmax
-from aqg.sim.backends import Pieces, cut
-from aqg.sim.problem import Problem
+from aqg.objectives.closed_form import ClosedForm, Perceptron, Softmax
+from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Keys, LocalTraining
 
 Tensor = torch.Tensor
@@ -128,7 +128,7 @@ class TorchBackend(NumpySpace):
         deltas = vectors if mirrors is None else vectors - self.take(mirrors, clients)
         if isinstance(quantizer, GridQuantizer):
             return deltas, measure_rows(deltas, quantizer.grid, quantizer.max_width)
-        if quantizer.num_errors == 0:
+        if type(quantizer).measure is Quantizer.measure:
             return deltas, measure_rows(deltas, Grid.MIDTREAD, 0)
         return deltas, quantizer.measure(self.get(deltas))
 
@@ -173,9 +173,6 @@ class TorchBackend(NumpySpace):
 
     def cast(self, vector: Tensor, like: Tensor) -> Tensor:
         return vector.to(like.dtype)
-
-    def any(self, vector: Tensor) -> bool:
-        return bool((vector != 0).any())
 
     def take_step(
         self, params: Tensor, update: Tensor, direction: Tensor, step_size: float
@@ -265,3 +262,50 @@ def _quantized_values(rows: Tensor, grid: Grid, steps: Tensor) -> Tensor:
     values = scaled.round_().mul_(columns)
     values[:, 0] = torch.where(rows >= 0, columns[:, 0], -columns[:, 0])
     return values
+
+
+PIECE_LENGTH = 512
+"""Longest piece: with ten classes, a product of so many samples keeps a share of a GPU busy."""
+
+
+class Pieces(NamedTuple):
+    """``P`` pieces of ``L`` samples, on a device."""
+
+    features: Any  # ``(P, L, f)``; the pieces of a client follow each other
+    labels: Any  # ``(P, L)``
+    weights: Any  # what a sample counts in its client's loss, ``(P, L)``
+    owners: Any  # 1 where a piece belongs to a client, ``(M, P)``
+    starts: list[int]  # where each client begins, counted in samples
+
+    def losses_and_gradients(self, objective: ClosedForm, params: Any) -> tuple[Any, Any]:
+        losses, gradients = objective.weighted_losses_and_gradients(
+            params, self.features, self.labels, self.weights
+        )
+        losses, gradients = self.owners @ losses, self.owners @ gradients
+        if objective.l2:
+            losses += objective.l2 / 2 * (params @ params)
+            gradients += objective.l2 * params
+        return losses, gradients
+
+
+def cut(
+    clients: Sequence[Samples], weight: Callable[[int], float], put: Callable[[Any], Any]
+) -> Pieces:
+    """Cut all clients; ``weight`` gives a sample's share of so many, ``put`` moves arrays."""
+    length = min(PIECE_LENGTH, max(len(client.labels) for client in clients))
+    sizes, dtype = [len(client.labels) for client in clients], clients[0].features.dtype
+    counts = [-(-size // length) for size in sizes]
+    starts = [length * piece for piece in accumulate([0, *counts[:-1]])]
+    spans = zip(starts, sizes, strict=True)
+    places = np.concatenate([np.arange(start, start + size) for start, size in spans])
+
+    def tabled(parts: Iterable[NDArray[Any]]) -> Any:
+        joined = np.concatenate(list(parts))
+        table = np.zeros((sum(counts), length, *joined.shape[1:]), joined.dtype)
+        table.reshape(-1, *joined.shape[1:])[places] = joined
+        return put(table)
+
+    features, labels = map(tabled, zip(*clients, strict=True))
+    weights = tabled(np.full(size, weight(size), dtype) for size in sizes)
+    owners = np.repeat(np.eye(len(clients), dtype=dtype), counts, axis=1)
+    return Pieces(features, labels, weights, put(owners), starts)

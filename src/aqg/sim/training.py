@@ -72,11 +72,7 @@ class LocalTraining:
         return self.batch_size is None
 
     def num_steps(self, num_samples: int) -> int:
-        """Return ``K`` for a client with this many samples.
-
-        >>> LocalTraining(batch_size=32, epochs=2).num_steps(100)
-        8
-        """
+        """Return ``K`` for a client with this many samples."""
         if self.epochs is None:
             return self.steps
         batch_size = self.batch_size or num_samples
@@ -182,12 +178,7 @@ _DROPOUTS = 0xD209
 
 @dataclass(frozen=True)
 class Dropout:
-    """Who drops out of which round: clients at random, and absences written down one by one.
-
-    >>> dropout = Dropout(0.5, seed=3, absences=((0, 1, 2),))
-    >>> dropout.dropped(round_number=1, num_clients=6).tolist()
-    [True, False, True, True, True, True]
-    """
+    """Who drops out of which round: clients at random, and absences written down one by one."""
 
     # ``p``, with which each client drops out of every round; Algorithm 2 amplifies by it
     rate: float = 0.0
@@ -260,8 +251,8 @@ class Training:
 
     def make_step(self, size: float, dropout_rate: float, num_clients: int) -> Step:
         counted = self.num_sampled(num_clients)
-        if self.late is not None and self.late.buffer_size is not None:
-            counted, dropout_rate = self.late.buffer_size, 0.0  # of those who have not dropped out
+        if self.buffer_size is not None:
+            counted, dropout_rate = self.buffer_size, 0.0  # of those who have not dropped out
         sampled = counted / num_clients
         return Step(size, dropout_rate, sampled, self.optimizer, self.step, self.downlink)
 
@@ -275,13 +266,14 @@ class Training:
             )
 
     @property
-    def waits_for_some(self) -> bool:
-        return self.late is not None and self.late.buffer_size is not None
+    def buffer_size(self) -> int | None:
+        """After how many replies a round ends; None: after all."""
+        return None if self.late is None else self.late.buffer_size
 
     @property
     def updates(self) -> str:
         """What kind of updates clients send, as recipes tell them apart."""
-        forgets = self.memory == "none" or self.waits_for_some
+        forgets = self.memory == "none" or self.buffer_size is not None
         return kind_of_updates(self.local.sees_all_samples, self.participation, forgets)
 
     def client_weights(self, problem: Problem) -> Float64Array:
@@ -292,11 +284,7 @@ class Training:
         return sizes / sizes.mean()
 
     def num_sampled(self, num_clients: int) -> int:
-        """Return how many of ``M`` clients the server asks in a round, or has at work at a time.
-
-        >>> [Training(participation=0.1).num_sampled(M) for M in (3, 10, 100)]
-        [1, 1, 10]
-        """
+        """Return how many of ``M`` clients the server asks in a round, or has at work at a time."""
         return max(1, round(self.participation * num_clients))
 
     def unsampled(

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from aqg.core.grids import Grid, num_levels
 from aqg.core.messages import Upload
+from aqg.core.space import map_threads
 from aqg.core.types import Levels
 from aqg.errors import WireError
 from aqg.jit import njit
-from aqg.parallel import map_threads
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
 from aqg.wire.rans import (
     MANY_LANES,

@@ -20,7 +20,6 @@ from aqg.core.messages import (
     SparseUpload,
     Upload,
     quantize_blocks,
-    quantize_buckets,
     quantize_rotated,
     to_halves,
 )
@@ -72,7 +71,7 @@ def golden_messages():
         "sparse-nothing": keep(vector, np.empty(0, np.int64)),
         "blocks": BlockUpload(*quantize_blocks(vector)),
         "rotated": RotatedUpload(*quantize_rotated(vector, 2025, True), 2025, 3000),
-        "buckets": BlockUpload(*quantize_buckets(vector, 512, 7, random.random(3000)), 512),
+        "buckets": BlockUpload(*quantize_blocks(vector, 512, 7, random.random(3000)), 512),
         "turned-2-bit": RotatedUpload(*quantize_rotated(vector, 7, True, 2), 7, 3000, 2),
         "turned-4-bit": RotatedUpload(*quantize_rotated(vector, 7, False, 4), 7, 3000, 4),
     }
