@@ -75,13 +75,13 @@ def test_the_documents_pictures_exist_and_are_small():
 def test_the_stored_results_say_what_is_missing(stored):
     plan = [one for one in make_plan(FULL) if one.section != "rounding"]
     names = {outcome.name for outcome in stored.outcomes}
-    missing = [p for p in plan if p.run.name not in names]
-    assert names <= {p.run.name for p in plan}
+    missing = [p for p in plan if p.name not in names]
+    assert names <= {p.name for p in plan}
     assert count_runs(plan, stored.outcomes)["finished"] == stored.about["finished"]
     # Every cell of a table has the same seeds: those that are missing are missing everywhere.
     assert {p.section for p in missing} <= {"dropouts"}
-    seeds = {p.run.config.seed for p in missing}
-    cells = {(p.run.config.partition, p.run.config.dropout, p.run.config.recipe) for p in missing}
+    seeds = {p.config.seed for p in missing}
+    cells = {(p.config.partition, p.config.dropout, p.config.recipe) for p in missing}
     assert len(missing) == len(seeds) * len(cells)
     text = PAGE.read_text(encoding="utf-8")
     done, planned = stored.about["finished"]["dropouts"]
@@ -101,7 +101,7 @@ def test_the_stored_results_are_small_and_have_every_curve_that_is_shown(stored)
         o.name for o in stored.outcomes if o.section != "logistic" or (o.scaling, o.alpha) == shown
     }
     assert {one.key for one in stored.perturbed} == {
-        key_of(one.run.config) for one in make_plan(FULL, sections=("rounding",))
+        key_of(one.config) for one in make_plan(FULL, sections=("rounding",))
     }
     assert sum(file.stat().st_size for file in STORED.rglob("*.csv")) < 4_000_000
 
@@ -175,7 +175,7 @@ def test_the_other_machine_has_every_logistic_run(stored):
     assert [f.verdict for f in swapped] == [f.verdict for f in find(stored)]
 
 
-SMALL = replace(QUICK, readings=(("sum", 0.002),), logistic_rounds=25, logistic_seeds=1)
+SMALL = QUICK | {"readings": [["sum", 0.002]], "logistic_rounds": 25, "logistic_seeds": 1}
 
 
 @pytest.mark.soak
@@ -217,12 +217,12 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
     keep_other_machine(tmp_path)
 
     elsewhere = make_plan(SMALL, "cuda", ("logistic",))
-    adopted = [one.run for one in adopt_devices(elsewhere, tmp_path)]
+    adopted = adopt_devices(elsewhere, tmp_path)
     assert unfinished(adopted, tmp_path / "runs") == []
-    config = tmp_path / "runs" / plan[0].run.name / "config.toml"
+    config = tmp_path / "runs" / plan[0].name / "config.toml"
     config.write_text(config.read_text().replace("bits = 4", "bits = 5"))
     with pytest.raises(ConfigError, match="the run has bits 5"):
-        unfinished([one.run for one in plan], tmp_path / "runs")
+        unfinished(plan, tmp_path / "runs")
 
 
 def test_unfinished_runs_are_left_out(tmp_path):
@@ -268,8 +268,8 @@ def test_whole_seeds_that_are_missing_are_added(tmp_path, stored):
 
     without = write("without", [o for o in runs if o.seed != last])
     seed = [o for o in runs if o.seed == last]
-    left = {p.run.name for p in missing_from(without, plan)}
-    assert left == {p.run.name for p in plan} - {o.name for o in runs if o.seed != last}
+    left = {p.name for p in missing_from(without, plan)}
+    assert left == {p.name for p in plan} - {o.name for o in runs if o.seed != last}
     before = read_results(without)
     with pytest.raises(RunError, match="no missing seed with all of its runs"):
         keep_beside(without, write("part", seed[1:]))
