@@ -82,7 +82,7 @@ def test_the_task_is_what_aqg_run_would_run_and_every_recipe_has_a_cell(home):
     ends = {"target": 0.8, "hold": 3, "step": "fixed", "downlink": task.config.downlink}
     assert task.config == replace(config, **ends)  # up to what a trial sets
     assert (task.name, task.config.clients, task.config.rounds) == (NAME, 5, 40)
-    assert (task.config.participation, task.dropout) == (0.75, 0.1)
+    assert (task.config.participation, task.config.dropout) == (0.75, 0.1)
     assert (task.goal.target, task.regime) == (Target("accuracy", 0.8, 3), "local")
     assert {path.name for path in (home / "c").iterdir()} > FILES | {"tuned.json"}
     recipes = {"fedavg", "onebit", "signsgd"}

@@ -94,7 +94,7 @@ def parse_recipes(text: str | None) -> tuple[str, ...]:
 
 def applies(recipe: str, task: Task) -> bool:
     """Tell whether a recipe differs from all others on the task: some act on dropouts only."""
-    return task.dropout > 0 or not make_recipe(recipe).amplify_dropouts
+    return task.config.dropout > 0 or not make_recipe(recipe).amplify_dropouts
 
 
 @functools.cache

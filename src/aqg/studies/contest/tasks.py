@@ -45,10 +45,6 @@ class Task:
         config = self.config
         return Goal(cast("Kind", config.target_kind), config.rounds, config.goal)
 
-    @property
-    def dropout(self) -> float:
-        return self.config.dropout
-
     @cached_property
     def regime(self) -> str:
         """The part of the grid that is searched: with exact gradients another than with noise."""
@@ -160,10 +156,8 @@ def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
 def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """Return each task once, ours in the order of `TASKS` and then the user's own."""
     chosen = {task.name: task for task in tasks}
-    places = list(TASKS)
-    return tuple(
-        sorted(chosen.values(), key=lambda t: places.index(t.name) if t.name in TASKS else math.inf)
-    )
+    ours = [chosen.pop(name) for name in TASKS if name in chosen]
+    return (*ours, *chosen.values())
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
