@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aqg.errors import RunError
@@ -13,7 +13,7 @@ from aqg.studies.paper.outcomes import (
     read_results,
     write_results,
 )
-from aqg.studies.paper.plan import Scale, make_plan
+from aqg.studies.paper.plan import FULL, make_plan
 
 
 def keep_beside(directory: Path, other: Path) -> None:
@@ -23,7 +23,7 @@ def keep_beside(directory: Path, other: Path) -> None:
     runs of another kind of processor.
     """
     here, there = read_results(directory), read_results(other)
-    for name in (field.name for field in fields(Scale) if field.name != "notes"):
+    for name in FULL.keys() - {"notes"}:
         if here.about[name] != there.about[name]:
             raise RunError(
                 f"the runs in {str(directory)!r} and {str(other)!r} are not of the same plan: "
@@ -43,23 +43,17 @@ def _with_missing(here: Results, there: Results) -> Results:
 
     Logistic runs are never mixed: their counts depend on the machine.
     """
-    scale = Scale(**{field.name: here.about[field.name] for field in fields(Scale)})
-    plan = [one for one in make_plan(scale) if one.section != ROUNDING_SECTION]
+    plan = [run for run in make_plan(here.about) if run.section != ROUNDING_SECTION]
     new = {o.name: o for o in there.outcomes}
     if here.select(section="logistic"):
         new = {name: o for name, o in new.items() if o.section != "logistic"}
     known = {**new, **{o.name: o for o in here.outcomes}}
     old = {o.name for o in here.outcomes}
-    partial = {
-        (planned.section, planned.run.config.seed)
-        for planned in plan
-        if planned.run.name not in known
-    }
+    partial = {(run.section, run.config.seed) for run in plan if run.name not in known}
     outcomes = tuple(
-        known[name]
-        for planned in plan
-        if (name := planned.run.name) in old
-        or (planned.section, planned.run.config.seed) not in partial
+        known[run.name]
+        for run in plan
+        if run.name in old or (run.section, run.config.seed) not in partial
     )
     if len(outcomes) == len(old):
         return here

@@ -36,9 +36,8 @@ from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import DataError
 from aqg.runs.config import SETTINGS, resolve
-from aqg.runs.files import Records
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.plan import Outcome, Trial, read_outcomes
+from aqg.studies.contest.plan import Trial, read_outcomes
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
 from aqg.studies.sweep import expand
@@ -124,7 +123,7 @@ def test_blocks_can_be_read_and_commands_are_those_that_there_are(page):
             ast.parse(block.body)
         elif block.kind == "toml":
             document = tomllib.loads(block.body)
-            if "grid" in document:
+            if {"grid", "run"} & set(document):
                 expand(document)
             elif set(document) <= set(SETTINGS):
                 resolve(document)
@@ -360,49 +359,12 @@ def test_tables_of_numbers_name_where_they_come_from(page):
         assert _SOURCE.search(source), f"{heading!r} names no command"
 
 
-def test_a_table_of_numbers_is_known_as_one():
-    table = "## A\n\n| a | b | c |\n|---|---|---|\n| x | 1.5 MB | 3× |\n| y | 2 | 4 % |\n"
-    assert list(tables_of_numbers(table)) == [table]
-    assert not list(
-        tables_of_numbers("## A\n\n| a | b |\n|---|---|\n| x | words |\n| y | more |\n")
-    )
-
-
 def test_versions_agree():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (?:\[)?([^\]\s]+)", changelog, re.MULTILINE)
     assert headings[0] in (aqg.__version__, "Unreleased")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "version" in project["dynamic"]
-
-
-def test_the_comparison_says_what_its_data_say():
-    with (ROOT / "results/compare/results.csv").open(newline="") as file:
-        cells = [
-            row | {"ratio": float(row["ratio"]) if row["ratio"] else None}
-            for row in csv.DictReader(file)
-        ]
-    page = " ".join(TEXTS[ROOT / "docs/explanation/comparison.md"].split())
-    tasks, recipes = {c["task"] for c in cells}, {c["recipe"] for c in cells}
-    assert f"{len(recipes)} recipes on {len(tasks)} tasks" in page
-    ratios = {c["task"]: c["ratio"] for c in cells if c["recipe"] == "auto"}
-    close = [task for task, ratio in ratios.items() if ratio <= 1.1]
-    assert f"within a tenth of it on {len(close)} of {len(tasks)} tasks" in page
-    for task, ratio in ratios.items():
-        if task not in close:
-            assert re.search(rf"`{task}` \({ratio:.2f}", page), (task, ratio)
-    exact = {c["task"] for c in cells if re.match("digits-soft|logistic|softmax|mlp", c["task"])}
-    lazy = {"lag", "laq", "aqg", "aqg-2", "aqg-augmented", "lean", "auto", "clag", "aquila"}
-    best = []
-    for task in tasks:
-        found = {c["recipe"]: c["ratio"] for c in cells if c["task"] == task and c["ratio"]}
-        winner = min(found, key=found.__getitem__)
-        if task in exact:
-            assert winner in ("auto", "lean")
-            best.append(min(ratio for recipe, ratio in found.items() if recipe not in lazy))
-        else:
-            assert winner in ("auto", "stc", "qsgd", "fedpaq", "dadaquant")
-    assert f"needs {min(best):.1f} to {max(best):.1f} times as many bytes" in page
 
 
 PRIVATE = re.compile(
@@ -423,16 +385,14 @@ def test_prose_can_be_read(page):
         return
     text = re.sub(r"<!-- (?:table|text): .*?<!-- end -->", "", PROSE[page], flags=re.DOTALL)
     assert not [line for line in text.splitlines() if len(line) > 160], "rows fit on a screen"
-    if page != GLOSSARY:
-        assert not PRIVATE.findall(without_code), "docs/reference/glossary.md has the words to use"
 
 
-def test_code_uses_the_words_of_the_field():
-    found = {
-        (str(file), word)
-        for file in sorted((ROOT / "src").rglob("*.py"))
-        for word in PRIVATE.findall(file.read_text(encoding="utf-8"))
+def test_pages_and_code_use_the_words_of_the_field():
+    texts = {
+        page: re.sub(r"`[^`\n]*`", "", PROSE[page]) for page in {*PAGES} - {GLOSSARY, *GENERATED}
     }
+    texts |= {file: file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py")}
+    found = {(str(file), word) for file, text in texts.items() for word in PRIVATE.findall(text)}
     assert not found, "docs/reference/glossary.md has the words to use"
 
 
@@ -552,11 +512,6 @@ def test_a_stored_result_comes_out_again():
 
 
 def test_runs_of_the_former_default_are_kept_apart():
-    former = [
-        Outcome.from_json(row) for row in Records(ROOT / "results/former-default.jsonl").read()
-    ]
-    assert {one.trial.recipe for one in former} == {"auto"}
-    assert len({(one.trial.task, one.trial.seed) for one in former}) == len(former) == 65
     for folder in (readme.SMALL, readme.MNIST, readme.LARGE):
         for trial in read_outcomes(folder):
             is_former = trial.setting.multiplier == FORMER_STEP
@@ -611,10 +566,3 @@ def test_the_public_names_are_in_the_reference(site):
     for module in (aqg, aqg.sim, aqg.protocol, aqg.flower):
         for name in set(module.__all__) - {"__version__"}:
             assert re.search(rf'id="?{module.__name__}.{name}\b', text), name
-
-
-def test_what_a_page_loads_is_found():
-    page = '<script src="https://x.org/a.js"></script><link rel="stylesheet" href="//x.org/b.css">'
-    assert list(loaded_from(page)) == ["https://x.org/a.js", "//x.org/b.css"]
-    page = '<a href="https://x.org">x</a><link rel="canonical" href="https://y">'
-    assert not list(loaded_from(page))

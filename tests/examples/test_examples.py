@@ -51,12 +51,6 @@ def make(name, data_dir, **options):
     return code.call(data_dir=data_dir, seed=0, dtype="float32")
 
 
-def test_hospitals_are_clients(data_dir):
-    problem = make("heart", data_dir)
-    assert [len(client.labels) for client in problem.clients] == [243, 236, 99, 160]
-    assert np.isfinite(problem.clients[1].features).all()
-
-
 def test_the_watch_is_tested_on_other_persons(data_dir):
     problem = make("watch", data_dir)
     with np.load(data_dir / FILES["watch"]) as data:

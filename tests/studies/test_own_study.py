@@ -1,9 +1,7 @@
 """Studies of the user's own: runs listed one by one, or yielded by a function."""
 
 import json
-import re
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from aqg.spec import Code
 from aqg.studies.sweep import call_study, expand
 
 from tests.commands import shown_on
-
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sweeps.md"
 
 
 @pytest.fixture
@@ -54,16 +50,6 @@ def test_the_study_of_the_page(folder, capsys):
     assert run_app(["report", "widths"]) == 0
 
 
-def test_the_toml_of_the_page():
-    (text,) = [
-        b for b in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "[[run]]" in b
-    ]
-    sweep = expand(tomllib.loads(text))
-    assert [run.name for run in sweep.runs] == ["plain", "bold"]
-    assert sweep.varying == ("recipe", "alpha")
-    assert sweep.runs[1].config == resolve({"recipe": "lean", "alpha": 0.2, "rounds": 200})[0]
-
-
 def test_what_a_function_may_yield(tmp_path):
     file = tmp_path / "study.py"
     file.write_text(
@@ -78,6 +64,8 @@ def test_what_a_function_may_yield(tmp_path):
     assert type(first["seed"]) is int
     (run,) = expand({"run": [second]}).runs
     assert run.config == resolve({"recipe": "lean", "rounds": 7})[0]
+    named = expand({"run": [{"name": "b", "recipe": "gd"}, {"name": "a", "recipe": "lean"}]})
+    assert ([job.name for job in named.runs], named.varying) == (["b", "a"], ("recipe",))
     assert np.isclose(run.config.alpha, 0.1)
 
 

@@ -376,7 +376,7 @@ def run_plan(
 ) -> int:
     runs = directory / outcomes.RUN_DIRECTORY
     with _lock(runs):
-        batch = Batch((planned.run for planned in outcomes.adopt_devices(plan, directory)), runs)
+        batch = Batch(outcomes.adopt_devices(plan, directory), runs)
         before, place = f"{batch.num_before} finished before", _describe(options, len(batch.left))
         say(console, f"{len(plan)} runs, {before}, {place}, in {directory}")
         if not batch.left:

@@ -54,12 +54,7 @@ class Sweep:
 
 
 def expand(document: Mapping[str, Any], data_dir: Path | None = None) -> Sweep:
-    """Make the sweep that a grid file's content describes; every config is checked.
-
-    >>> sweep = expand({"rounds": 50, "grid": {"recipe": ["lean", "gd"], "dropout": [0, 0.5]}})
-    >>> [run.name for run in sweep.runs][:3]
-    ['recipe-lean_dropout-0.0', 'recipe-lean_dropout-0.5', 'recipe-gd_dropout-0.0']
-    """
+    """Make the sweep that a grid file's content describes; every config is checked."""
     fixed = {key: value for key, value in document.items() if key not in ("grid", RUNS)}
     is_grid = RUNS not in document
     rows = _read_grid(document, fixed) if is_grid else _read_list(document, fixed)

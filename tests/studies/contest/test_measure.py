@@ -76,7 +76,7 @@ def test_cost_savings_and_delay():
     found = score(ours, reference, PLATEAU)
     reached = ours.reach(reference.targets[PLATEAU])
     assert reached == Crossing(reached.rounds, reached.rounds, 0.8)
-    assert found.cost == reached.total_bytes
+    assert found.total_bytes == reached.total_bytes
     assert found.delay == reached.rounds / theirs.rounds
     assert found.savings == theirs.total_bytes / reached.total_bytes
     assert score(rising(50, half=3, top=0.85), reference, PLATEAU) is None

@@ -1,6 +1,5 @@
 """Tasks by name, and the problems with natural clients."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,6 @@ from aqg.errors import ConfigError, DataError
 from aqg.runs.setup import build_problem
 from aqg.sim.problem import Problem
 from aqg.studies.contest.tasks import QUICK_TASKS, TASKS, available, parse_tasks, select_tasks
-
-from tests.commands import run
 
 
 def need(name, data_dir):
@@ -180,19 +177,3 @@ def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
             _, alone = objective.losses_and_gradients(params, features[m], labels[m])
             np.testing.assert_allclose(stacked[m], alone, atol=1e-5)
         assert objective._vectorizes
-
-
-@pytest.mark.soak
-def test_one_trial_without_the_command_line():
-    code = """
-import sys
-from pathlib import Path
-for name in ("typer", "rich", "platformdirs", "matplotlib", "scipy"):
-    sys.modules[name] = None
-from aqg.studies.contest.search import SELF_SETTING, Setting
-from tests.studies.contest.trials import run_trial
-setting = Setting("fedavg", multiplier=SELF_SETTING)
-outcome = run_trial("unseen-synthetic", "fedavg", setting, data_dir=Path("data"), rounds=1)
-assert outcome.curve.num_rounds == 1 and outcome.curve.total_bytes[1] > 0
-"""
-    run(sys.executable, "-c", code)

@@ -1,7 +1,5 @@
 """Outcomes made by hand, for tables and verdicts."""
 
-from dataclasses import asdict
-
 from aqg.runs.cost import Cost
 from aqg.runs.stopping import Trace
 from aqg.studies.paper.outcomes import Outcome, Results
@@ -37,7 +35,7 @@ def make_outcome(**changes):
 
 def make_results(outcomes, **about):
     curves = {o.name: Trace((START, o.total), (o.start_loss, o.final_loss), ()) for o in outcomes}
-    return Results(tuple(outcomes), curves, asdict(FULL) | {"notes": ()} | about)
+    return Results(tuple(outcomes), curves, FULL | {"notes": ()} | about)
 
 
 def logistic_run(recipe, seed, bits, converged=True, alpha=0.002, **changes):

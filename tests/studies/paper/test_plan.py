@@ -30,20 +30,20 @@ def test_table_two_is_the_papers():
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
 def test_every_row_of_table_two_is_run(scale):
     plan = make_plan(scale)
-    runs = {(p.section, p.run.config.partition, p.run.config.recipe) for p in plan}
+    runs = {(p.section, p.config.partition, p.config.recipe) for p in plan}
     for row in TABLE_2:
         assert (*BLOCKS[row.setting], row.recipe) in runs
     for section, partition in BLOCKS.values():
         assert {(section, partition, "lean"), (section, partition, "auto")} <= runs
-    names = [p.run.name for p in plan]
+    names = [p.name for p in plan]
     assert len(set(names)) == len(names)
-    assert scale.notes
+    assert scale["notes"]
 
 
 def test_the_full_plan_has_the_papers_settings():
     plan, by_section = make_plan(FULL, device="cuda"), {}
     for one in plan:
-        by_section.setdefault(one.section, []).append(one.run.config)
+        by_section.setdefault(one.section, []).append(one.config)
 
     def fewest(section, *names):
         counts = Counter(tuple(getattr(c, name) for name in names) for c in by_section[section])
@@ -63,7 +63,7 @@ def test_the_full_plan_has_the_papers_settings():
     assert fewest("dropouts", "partition", "dropout")[1] == rates
     # Of the runs on perturbed data, one is on the data itself.
     draws = Counter(key_of(config)[:3] for config in by_section["rounding"])
-    assert set(draws.values()) == {FULL.perturbations + 1}
+    assert set(draws.values()) == {FULL["perturbations"] + 1}
     assert {config.seed for config in by_section["rounding"]} == {0}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from aqg.runs.stopping import Kind, Target
@@ -56,23 +56,18 @@ class Goal:
         return -1 if self.kind == "accuracy" else 1  # times a value: the less, the better
 
     def targets(self, plateau: float) -> dict[str, Target]:
-        """Return the targets by name, the easiest first.
-
-        >>> {name: round(t.value, 4) for name, t in Goal("accuracy", 100).targets(0.9).items()}
-        {'90%': 0.81, '95%': 0.855, 'plateau': 0.89, '99%': 0.891}
-        """
+        """Return the targets by name, the easiest first."""
         if self.target is not None:
             return {FIXED: self.target}
         hold = hold_of(self.num_rounds)
 
-        def value(share: float | None) -> float:
-            if self.kind == "accuracy":
-                return plateau - _POINT if share is None else share * plateau
-            return plateau * (1 + _POINT) if share is None else plateau * (2 - share)
-
+        if self.kind == "accuracy":
+            values = [share * plateau if share else plateau - _POINT for share in _SHARES.values()]
+        else:
+            values = [plateau * (2 - (share or 1 - _POINT)) for share in _SHARES.values()]
         return {
-            name: Target(self.kind, value(share), hold, is_mean=True)
-            for name, share in _SHARES.items()
+            name: Target(self.kind, value, hold, is_mean=True)
+            for name, value in zip(_SHARES, values, strict=True)
         }
 
 
@@ -111,26 +106,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Crossing:
+    """Where a run reaches a target; savings and delay once federated averaging's is known."""
+
     rounds: int
     total_bytes: int
     test: float | None = None
+    savings: float | None = None
+    delay: float | None = None
 
 
 def hold_of(num_rounds: int) -> int:
-    """Return over how many rounds a goal must hold: a fortieth of the task's, and at least 3.
-
-    >>> hold_of(400), hold_of(60)
-    (10, 3)
-    """
+    """Return over how many rounds a goal must hold: a fortieth of the task's, and at least 3."""
     return max(3, num_rounds // 40)
 
 
 def plateau_of(curve: Curve, num_rounds: int) -> float:
-    """Return the mean over the last tenth of so many rounds; NaN for a run that ended before.
-
-    >>> plateau_of(Curve((0.1, 0.5, 0.9), (0, 1, 2)), num_rounds=2)
-    0.9
-    """
+    """Return the mean over the last tenth of so many rounds; NaN for a run that ended before."""
     if curve.num_rounds < num_rounds:
         return math.nan
     last = curve.values[: num_rounds + 1][-max(1, num_rounds // 10) :]
@@ -138,11 +129,7 @@ def plateau_of(curve: Curve, num_rounds: int) -> float:
 
 
 def points_above(kind: Kind, plateau: float, reference: float) -> float:
-    """Return how many points better a plateau is: of accuracy or, for losses, percent.
-
-    >>> round(points_above("accuracy", 0.91, 0.90), 6), round(points_above("loss", 0.99, 1.0), 6)
-    (1.0, 1.0)
-    """
+    """Return how many points better a plateau is: of accuracy or, for losses, percent."""
     if kind == "accuracy":
         return (plateau - reference) / _POINT
     return (reference - plateau) / reference / _POINT
@@ -167,8 +154,9 @@ class Reference:
         rows = {}
         for name, target in self.targets.items():
             crossing = self.crossings.get(name)
-            found = {} if crossing is None else vars(crossing)
-            rows[name] = {target.kind: target.value, "hold": target.hold, **found}
+            rows[name] = {target.kind: target.value, "hold": target.hold}
+            if crossing is not None:
+                rows[name] |= {k: getattr(crossing, k) for k in ("rounds", "total_bytes", "test")}
         return {"plateau": self.plateau, "goals": rows}
 
 
@@ -199,51 +187,42 @@ def make_reference(goal: Goal, curves: Iterable[Curve]) -> Reference | None:
     return Reference(plateau, targets, crossings, ceiling)
 
 
-@dataclass(frozen=True)
-class Score:
-    """One run for one target, beside federated averaging's of the same seed if that reaches it."""
+def score(curve: Curve, reference: Reference, name: str) -> Crossing | None:
+    """Return what a run is worth beside federated averaging of the same seed, if that is there too.
 
-    cost: int
-    savings: float | None
-    delay: float | None
-    test: float | None
-    rounds: int
-
-
-def score(curve: Curve, reference: Reference, name: str) -> Score | None:
-    """Return what a run is worth; None if it, or the plateau's own recipe, misses the target."""
+    None if the run, or the plateau's own recipe, misses the target.
+    """
     theirs = reference.crossings.get(name)
     ours = curve.reach(reference.targets[name])
     if ours is None or (theirs is None and name != FIXED):
         return None
-    delay = savings = None
-    if theirs is not None:
-        delay = max(1, ours.rounds) / max(1, theirs.rounds)
-        savings = theirs.total_bytes / max(1, ours.total_bytes)
-    return Score(max(1, ours.total_bytes), savings, delay, ours.test, ours.rounds)
+    ours = replace(ours, total_bytes=max(1, ours.total_bytes))
+    if theirs is None:
+        return ours
+    delay = max(1, ours.rounds) / max(1, theirs.rounds)
+    return replace(ours, savings=theirs.total_bytes / ours.total_bytes, delay=delay)
 
 
 Rank: TypeAlias = tuple[int, float]
 """Of a setting: the smallest is the best."""
 
 
-def rank(goal: Goal, curve: Curve, reference: Reference) -> Rank:
+def rank(goal: Goal, curve: Curve, reference: Reference | None) -> Rank:
     """Order runs of one seed: swap-ins by cost, others by delay, then by how far they came.
 
-    Where the target is fixed, all that reach it are ordered by cost.
+    Where the target is fixed, all that reach it are ordered by cost. Without a reference it is
+    federated averaging that is searched, for its plateau.
     """
+    if reference is None:
+        plateau = plateau_of(curve, goal.num_rounds)
+        return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
     found = score(curve, reference, goal.name)
     if found is None:
         values = [goal.sign * value for value in curve.values if math.isfinite(value)]
         return 2, min(values, default=math.inf)
     if goal.target is None and found.delay is not None and found.delay > MOST_DELAY:
         return 1, found.delay
-    return 0, found.cost
-
-
-def rank_of_fedavg(goal: Goal, curve: Curve) -> Rank:
-    plateau = plateau_of(curve, goal.num_rounds)
-    return (1, 0.0) if math.isnan(plateau) else (0, goal.sign * plateau)
+    return 0, found.total_bytes
 
 
 @dataclass(frozen=True)
@@ -260,12 +239,7 @@ class Mean:
 
 
 def arithmetic_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of some numbers, with Student's interval.
-
-    >>> mean = arithmetic_mean([1.0, 2.0, 3.0])
-    >>> mean.value, round(mean.low, 3), round(mean.high, 3)
-    (2.0, -0.484, 4.484)
-    """
+    """Return the mean of some numbers, with Student's interval."""
     count = len(values)
     center = sum(values) / count
     if count < 2:
@@ -278,12 +252,7 @@ def arithmetic_mean(values: Sequence[float]) -> Mean:
 
 
 def geometric_mean(values: Sequence[float]) -> Mean | None:
-    """Return the geometric mean of positive numbers, with Student's interval of the logarithms.
-
-    >>> mean = geometric_mean([1.0, 4.0, 2.0])
-    >>> round(mean.value, 6), round(mean.low, 3), round(mean.high, 2)
-    (2.0, 0.357, 11.19)
-    """
+    """Return the geometric mean of positive numbers, with Student's interval of the logarithms."""
     if not values:
         return None
     mean = arithmetic_mean([math.log(value) for value in values])

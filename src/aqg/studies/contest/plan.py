@@ -35,7 +35,7 @@ from aqg.runs.loop import slug
 from aqg.runs.plan import Job, StudyPlan
 from aqg.runs.stopping import Target
 from aqg.studies.contest import search
-from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank, rank_of_fedavg
+from aqg.studies.contest.measure import Curve, Rank, Reference, make_reference, rank
 from aqg.studies.contest.search import FEDAVG, SEARCH_SEED, Setting, Tuned, is_ours, parse_recipes
 from aqg.studies.contest.tasks import Task, from_row, in_order, select_tasks, to_row
 
@@ -193,35 +193,39 @@ class Findings:
         self._ranks: dict[Trial, Rank] = {}
         self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
         self.references: dict[tuple[str, int], Reference] = {}
-        for trial, outcome in outcomes.items():
-            self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        for outcome in outcomes.values():
+            self._store(outcome)
         for task in comparison.tasks:
             self._refer(task)
 
     def add(self, outcome: Outcome, task: Task) -> None:
+        self._store(outcome)
+        if outcome.trial.recipe == FEDAVG:
+            self._ranks = {t: found for t, found in self._ranks.items() if t.task != task.name}
+            self._refer(task)
+
+    def _store(self, outcome: Outcome) -> None:
         trial = outcome.trial
         self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
-        if trial.recipe == FEDAVG:
-            self._ranks = {t: found for t, found in self._ranks.items() if t.task != trial.task}
-            self._refer(task)
 
     def _refer(self, task: Task) -> None:
         """Find the references of a task, as far as federated averaging's runs are finished."""
         is_fixed = task.goal.target is not None
-        curves: dict[int, list[Curve]] = {seed: [] for seed in self._seeds}
+        self._measure(task, {})
+        if not is_fixed and self._pending_fixed(task)[0]:
+            return
+        curves: dict[int, list[Curve]] = {}
+        own, chosen = self._averaging(task), self.fedavg_settings(task)
+        for trial, outcome in own.items():
+            is_over = all(replace(trial, setting=setting) in own for setting in chosen)
+            if is_over and (not is_fixed or trial.setting in chosen):
+                curves.setdefault(trial.seed, []).append(outcome.curve)
         self._measure(task, curves)
-        if is_fixed or not self._pending_fixed(task)[0]:
-            own, chosen = self._averaging(task), self.fedavg_settings(task)
-            for trial, outcome in own.items():
-                is_over = all(replace(trial, setting=setting) in own for setting in chosen)
-                if is_over and trial.seed in curves and (not is_fixed or trial.setting in chosen):
-                    curves[trial.seed].append(outcome.curve)
-            self._measure(task, curves)
 
     def _measure(self, task: Task, curves: Mapping[int, Sequence[Curve]]) -> None:
-        for seed, own in curves.items():
+        for seed in self._seeds:
             self.references.pop((task.name, seed), None)
-            if (found := make_reference(task.goal, own)) is not None:
+            if (found := make_reference(task.goal, curves.get(seed, ()))) is not None:
                 self.references[task.name, seed] = found
 
     def _averaging(self, task: Task) -> Mapping[Trial, Outcome]:
@@ -236,26 +240,24 @@ class Findings:
         own = self.by_pair.get((recipe, task.name), {})
         if recipe == FEDAVG or task.goal.target is not None:
             return own
-        known = {trial: self.references.get((task.name, trial.seed)) for trial in own}
+        name, references = task.goal.name, self.references
         return {
-            trial: own[trial]
-            for trial, reference in known.items()
-            if reference is None or not own[trial].is_cut(reference.targets[task.goal.name])
+            trial: outcome
+            for trial, outcome in own.items()
+            if (reference := references.get((task.name, trial.seed))) is None
+            or not outcome.is_cut(reference.targets[name])
         }
 
     def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
-        goal, reference = task.goal, self.references.get((task.name, SEARCH_SEED))
-        if reference is None and recipe != FEDAVG:
+        reference = self.references.get((task.name, SEARCH_SEED))
+        if recipe == FEDAVG and task.goal.target is None:
+            reference = None
+        elif reference is None:
             return {}
-        own = [o for t, o in self.counted(recipe, task).items() if t.seed == SEARCH_SEED]
-        for outcome in own:
-            if outcome.trial not in self._ranks:
-                self._ranks[outcome.trial] = (
-                    rank_of_fedavg(goal, outcome.curve)
-                    if reference is None or (recipe == FEDAVG and goal.target is None)
-                    else rank(goal, outcome.curve, reference)
-                )
-        return {outcome.trial.setting: self._ranks[outcome.trial] for outcome in own}
+        own = {t: o for t, o in self.counted(recipe, task).items() if t.seed == SEARCH_SEED}
+        for trial in own.keys() - self._ranks.keys():
+            self._ranks[trial] = rank(task.goal, own[trial].curve, reference)
+        return {trial.setting: self._ranks[trial] for trial in own}
 
     def best(self, recipe: str, task: Task, with_former: bool = True) -> Setting | None:
         """Return the best setting tried on seed 0; ``with_former`` one that cannot be run now."""
@@ -288,8 +290,8 @@ class Findings:
         target = found.targets[task.goal.name]
         if fixed_only:
             curves.pop(Setting(FEDAVG, multiplier=search.SELF_SETTING), None)
-        reached = {s: at for s, curve in curves.items() if (at := curve.reach(target)) is not None}
-        return min(reached, key=lambda s: (reached[s].rounds, s.multiplier), default=None)
+        reached = {s: at.rounds for s, curve in curves.items() if (at := curve.reach(target))}
+        return min(reached, key=lambda s: (reached[s], s.multiplier), default=None)
 
     def fedavg_settings(self, task: Task) -> list[Setting]:
         """Return the best one and, where its plateau is the goal, the one that reaches it first."""
@@ -300,12 +302,9 @@ class Findings:
 
     def lowest_cost(self, task: Task) -> float:
         """Return the bytes of the best recipe on seed 0; infinity where there is none."""
-        costs = [math.inf]
-        for recipe, name in self.by_pair:
-            if name == task.name and recipe != FEDAVG:
-                ranks = self.ranks(recipe, task).values()
-                costs += [value for is_other, value in ranks if not is_other]
-        return min(costs)
+        others = (r for r, name in self.by_pair if name == task.name and r != FEDAVG)
+        ranks = (found for recipe in others for found in self.ranks(recipe, task).values())
+        return min((cost for is_other, cost in ranks if not is_other), default=math.inf)
 
 
 def pending_trials(

@@ -79,11 +79,7 @@ def read_grid() -> dict[str, Any]:
 
 
 def parse_recipes(text: str | None) -> tuple[str, ...]:
-    """Return recipes in the order of the search: federated averaging first, and a choice for None.
-
-    >>> parse_recipes("gd,lean:xi=3,stc")
-    ('fedavg', 'stc', 'gd', 'lean:xi=3')
-    """
+    """Return recipes in the order of the search, federated averaging first; None is a choice."""
     names = [name for name in _DEFAULT_RECIPES if name in RECIPES]
     if text is not None:
         all_of_them = text.strip() == "all"
@@ -98,7 +94,7 @@ def parse_recipes(text: str | None) -> tuple[str, ...]:
 
 def applies(recipe: str, task: Task) -> bool:
     """Tell whether a recipe differs from all others on the task: some act on dropouts only."""
-    return task.dropout > 0 or not make_recipe(recipe).amplify_dropouts
+    return task.config.dropout > 0 or not make_recipe(recipe).amplify_dropouts
 
 
 @functools.cache
@@ -130,12 +126,7 @@ class Ladder:
         return [*self.values[max(0, place - 1) : place], *self.values[place + 1 : place + 2]]
 
     def beyond(self, tried: Sequence[float], best: float) -> float | None:
-        """Return what to try next where the best value is the outermost tried; else None.
-
-        >>> steps = Ladder("step", (0.5, 1, 2, 4, 8), (1, 2, 4))
-        >>> steps.beyond([1, 2, 4], best=4), steps.beyond([1, 2, 4], best=2)
-        (8, None)
-        """
+        """Return what to try next where the best value is the outermost tried; else None."""
         others = [value for value in self.beside(best) if value not in tried]
         known = [value for value in tried if value in self.values and value != best]
         return next(
@@ -147,13 +138,6 @@ def next_points(ladders: Sequence[Ladder], rank: Callable[[Point], Any | None]) 
     """Return what the search needs next; nothing when it is over.
 
     ``rank`` is that of a point that was tried, the best being the smallest; else None.
-
-    >>> ladders = [Ladder("step", (1, 2, 4, 8, 16), (1, 2)), Ladder("keep", (0.1, 1), (1, 0.1))]
-    >>> tried = {}
-    >>> while needed := next_points(ladders, tried.get):
-    ...     tried |= {point: abs(point[0] - 8) + point[1] for point in needed}
-    >>> min(tried, key=tried.get), len(tried)
-    ((8, 0.1), 8)
     """
     best = [ladder.first[0] for ladder in ladders]
     axes = list(range(len(ladders)))

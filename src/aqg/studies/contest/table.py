@@ -17,7 +17,7 @@ A comparison's directory holds
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def _runs(recipe: str, task: Task, findings: plan.Findings) -> list[plan.Outcome
 
 def _scores(
     task: Task, name: str, runs: Sequence[plan.Outcome], findings: plan.Findings
-) -> dict[int, measure.Score | None]:
+) -> dict[int, measure.Crossing | None]:
     """Return each seed's score, None where it misses the target; not runs to an easier one."""
     found = {}
     for outcome in runs:
@@ -131,7 +131,7 @@ def _scores(
         if one is not None and outcome.trial.recipe == FEDAVG and name in reference.crossings:
             # of several steps, the one that gets there first
             first = reference.crossings[name]
-            one = measure.Score(first.total_bytes, 1.0, 1.0, one.test, first.rounds)
+            one = replace(first, test=one.test, savings=1.0, delay=1.0)
         found[seed] = one
     return found
 
@@ -155,13 +155,13 @@ def _make_cell(
     values = [v for o in own for v in o.curve.values if v == v]
     default = _scores(task, name, ours, findings)
     pairs = [(one, default.get(seed)) for seed, one in found.items()]
-    ratios = [a.cost / b.cost for a, b in pairs if a is not None and b is not None]
+    ratios = [a.total_bytes / b.total_bytes for a, b in pairs if a is not None and b is not None]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
     level, plateau = _plateau(task, own, findings)
     what = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
     return Cell(
         *what,
-        cost=measure.geometric_mean(known("cost")),
+        cost=measure.geometric_mean(known("total_bytes")),
         savings=measure.geometric_mean(known("savings")),
         delay=measure.geometric_mean(known("delay")),
         test=_mean(known("test")),

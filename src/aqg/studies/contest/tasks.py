@@ -45,10 +45,6 @@ class Task:
         config = self.config
         return Goal(cast("Kind", config.target_kind), config.rounds, config.goal)
 
-    @property
-    def dropout(self) -> float:
-        return self.config.dropout
-
     @cached_property
     def regime(self) -> str:
         """The part of the grid that is searched: with exact gradients another than with noise."""
@@ -120,11 +116,7 @@ def _make_task(name: str, row: dict[str, Any], *, is_hold_out: bool) -> Task:
 
 
 def _bursts(clients: int, rounds: int, length: int) -> tuple[tuple[int, int, int], ...]:
-    """Let every client be away for one stretch of rounds, one client after the other.
-
-    >>> _bursts(clients=3, rounds=10, length=4)
-    ((0, 1, 4), (1, 4, 7), (2, 7, 10))
-    """
+    """Let every client be away for one stretch of rounds, one client after the other."""
     last = rounds - length
     starts = [1 + round(client * last / max(1, clients - 1)) for client in range(clients)]
     return tuple((client, start, start + length - 1) for client, start in enumerate(starts))
@@ -141,12 +133,6 @@ def parse_tasks(text: str | None, own: Iterable[Task] = ()) -> tuple[Task, ...]:
 
     ``all`` is those not set aside, ``averaging`` those of them whose goal is federated averaging's
     plateau. Names may be those of the user's ``own``.
-
-    >>> [task.name for task in parse_tasks(None)]
-    ['digits-softmax', 'digits-local']
-    >>> parse_tasks("mnist")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: unknown task 'mnist'; choose from all, averaging, digits-softmax, ...
     """
     mine = {task.name: task for task in own}
     named = QUICK_TASKS if text is None else [name.strip() for name in text.split(",")]
@@ -170,10 +156,8 @@ def select_tasks(names: Iterable[str]) -> tuple[Task, ...]:
 def in_order(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """Return each task once, ours in the order of `TASKS` and then the user's own."""
     chosen = {task.name: task for task in tasks}
-    places = list(TASKS)
-    return tuple(
-        sorted(chosen.values(), key=lambda t: places.index(t.name) if t.name in TASKS else math.inf)
-    )
+    ours = [chosen.pop(name) for name in TASKS if name in chosen]
+    return (*ours, *chosen.values())
 
 
 def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task, ...], list[str]]:
@@ -186,14 +170,7 @@ def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task,
 
 
 def parse_target(loss: float | None, accuracy: float | None) -> Target | None:
-    """Return what ``--target`` or ``--target-accuracy`` asks for; None without either.
-
-    >>> str(parse_target(None, 0.9))
-    'accuracy 90.0%'
-    >>> parse_target(None, 90)
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: target accuracy is 90; it must be above 0 and at most 1
-    """
+    """Return what ``--target`` or ``--target-accuracy`` asks for; None without either."""
     if loss is not None and accuracy is not None:
         raise ConfigError("--target and --target-accuracy exclude each other: a task has 1 target")
     if loss is not None:

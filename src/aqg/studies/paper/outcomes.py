@@ -170,16 +170,17 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
     def loss_of(config: RunConfig) -> str:
         return json.dumps(minimum_key(config))
 
-    found = [(section, run, read_summary(directory / run.name)) for section, run in plan]
-    finished = [(section, run, summary) for section, run, summary in found if summary is not None]
-    minima: dict[str, float] = {}
-    for _, run, summary in finished:
-        if summary["residual"] is not None:
-            minima[loss_of(run.config)] = summary["final_loss"] - summary["residual"]
+    summaries = [(run, read_summary(directory / run.name)) for run in plan]
+    finished = [(run, summary) for run, summary in summaries if summary is not None]
+    minima = {
+        loss_of(run.config): summary["final_loss"] - summary["residual"]
+        for run, summary in finished
+        if summary["residual"] is not None
+    }
     outcomes, curves, perturbed = [], {}, []
     versions: dict[str, dict[str, set[str]]] = {}
-    for section, run, summary in finished:
-        config, lines = run.config, read_lines(directory / run.name)
+    for run, summary in finished:
+        section, config, lines = run.section, run.config, read_lines(directory / run.name)
         if section == ROUNDING_SECTION:
             perturbed.append(Perturbed.of(config, lines, summary))
             continue
@@ -203,8 +204,8 @@ def collect(plan: Sequence[PlannedRun], directory: Path, about: Mapping[str, Any
         )
         outcomes.append(outcome)
         curves[run.name] = thin(trace)
+        place = versions.setdefault(f"{section}: {machine}", {})
         for library, version in made_by.items():
-            place = versions.setdefault(f"{section}: {machine}", {})
             place.setdefault(library, set()).add(version)
     shown = main_reading(outcomes)
     for o in outcomes:
@@ -248,17 +249,17 @@ def write_results(directory: Path, results: Results) -> None:
     if results.perturbed:
         rows[PERTURBED] = map(asdict, results.perturbed)
     for machine, outcomes in results.elsewhere.items():
-        (directory / OTHER_MACHINES).mkdir(exist_ok=True)
         rows[f"{OTHER_MACHINES}/{machine}.csv"] = map(_flat, outcomes)
+        (directory / OTHER_MACHINES).mkdir(exist_ok=True)
     rows[CURVES] = (
         {"name": name, **_columns(cost), "loss": f"{loss:.10g}"}
         for name, curve in results.curves.items()
         for cost, loss in zip(curve.costs, curve.losses, strict=True)
     )
-    for file, own in rows.items():
-        write_atomically(directory / file, records_to_csv(list(own)).encode())
-    text = json.dumps(results.about, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(directory / META, text.encode())
+    texts = {file: records_to_csv(list(own)) for file, own in rows.items()}
+    texts[META] = json.dumps(results.about, indent=2, ensure_ascii=False) + "\n"
+    for file, text in texts.items():
+        write_atomically(directory / file, text.encode())
 
 
 def read_results(directory: Path) -> Results:
@@ -267,13 +268,11 @@ def read_results(directory: Path) -> Results:
         outcomes = _outcomes(directory / RUNS)
         points: dict[str, list[tuple[Cost, float]]] = {}
         for row in _rows(directory / CURVES):
-            points.setdefault(row["name"], []).append((_total(row), float(row["loss"])))
+            points.setdefault(row["name"], []).append((_cost(row), float(row["loss"])))
         others = sorted((directory / OTHER_MACHINES).glob("*.csv"))
         elsewhere = {path.stem: _outcomes(path) for path in others}
-        names = [one.name for one in fields(Perturbed)]
-        is_there = (directory / PERTURBED).exists()
-        moved = _rows(directory / PERTURBED) if is_there else []
-        perturbed = tuple(Perturbed(**_typed(Perturbed, names, row)) for row in moved)
+        rows = _rows(directory / PERTURBED) if (directory / PERTURBED).exists() else []
+        perturbed = tuple(Perturbed(**_typed(Perturbed, row)) for row in rows)
     except OSError as error:
         raise RunError(
             f"{str(directory)!r} holds no results of aqg reproduce: {error.strerror} "
@@ -288,11 +287,12 @@ def read_results(directory: Path) -> Results:
     return Results(outcomes, curves, about, elsewhere, perturbed)
 
 
-_SETTINGS = tuple(one.name for one in fields(Outcome) if one.name not in ("total", "reached"))
+_COSTS = ("total", "reached")
 
 
 def _flat(outcome: Outcome) -> dict[str, Any]:
-    row = {name: getattr(outcome, name) for name in _SETTINGS} | _columns(outcome.total)
+    row = {key: value for key, value in vars(outcome).items() if key not in _COSTS}
+    row |= _columns(outcome.total)
     for residual in RESIDUALS:
         row |= _columns(outcome.reached.get(residual), f"_to_{residual:g}")
     return row
@@ -305,33 +305,26 @@ def _columns(cost: Cost | None, suffix: str = "") -> dict[str, Any]:
 def _outcomes(path: Path) -> tuple[Outcome, ...]:
     found = []
     for row in _rows(path):
-        costs = {residual: _read_cost(row, f"_to_{residual:g}") for residual in RESIDUALS}
-        reached = {residual: cost for residual, cost in costs.items() if cost is not None}
-        settings = _typed(Outcome, _SETTINGS, row)
-        found.append(Outcome(**settings, total=_total(row), reached=reached))
+        ends = {residual: f"_to_{residual:g}" for residual in RESIDUALS}
+        reached = {r: _cost(row, end) for r, end in ends.items() if row[f"rounds{end}"]}
+        found.append(Outcome(**_typed(Outcome, row), total=_cost(row), reached=reached))
     return tuple(found)
 
 
-def _total(row: Mapping[str, str]) -> Cost:
-    cost = _read_cost(row)
-    if cost is None:
-        raise ValueError("a row has no costs")
-    return cost
-
-
-def _typed(made: type, names: Iterable[str], row: Mapping[str, str]) -> dict[str, Any]:
-    types = {one.name: str(one.type) for one in fields(made)}
-    readers: dict[str, Callable[[str], Any]] = {"str": str, "int": int}
-    return {name: readers.get(types[name], _number)(row[name]) for name in names}
+def _typed(made: type, row: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a class, but for costs, from a row of texts."""
+    readers: dict[object, Callable[[str], Any]] = {"str": str, "int": int}
+    plain = [one for one in fields(made) if one.name not in _COSTS]
+    return {one.name: readers.get(one.type, _number)(row[one.name]) for one in plain}
 
 
 def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def _read_cost(row: Mapping[str, str], suffix: str = "") -> Cost | None:
-    known = {name: int(text) for name in _COST_FIELDS if (text := row.get(f"{name}{suffix}"))}
-    return Cost(**known) if known.keys() >= set(_COST_FIELDS[:-1]) else None
+def _cost(row: Mapping[str, str], suffix: str = "") -> Cost:
+    known = {name: row.get(name + suffix) for name in _COST_FIELDS}
+    return Cost(**{name: int(text) for name, text in known.items() if text})
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -356,19 +349,21 @@ def paired_ratios(
 
 
 def adopt_devices(plan: Sequence[PlannedRun], directory: Path) -> tuple[PlannedRun, ...]:
-    adopted = []
-    for section, run in plan:
+    """Let runs that were begun go on where they ran before."""
+
+    def adopted(run: PlannedRun) -> PlannedRun:
         place = directory / RUN_DIRECTORY / run.name
-        if (place / CONFIG).exists():
-            device = read_config(place).get("device", "cpu")
-            run = replace(run, config=replace(run.config, device=device))
-        adopted.append(PlannedRun(section, run))
-    return tuple(adopted)
+        if not (place / CONFIG).exists():
+            return run
+        device = read_config(place).get("device", "cpu")
+        return replace(run, config=replace(run.config, device=device))
+
+    return tuple(map(adopted, plan))
 
 
 def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return how many runs of each section are finished, of how many, and what made them."""
-    planned = Counter(one.section for one in plan if one.section != ROUNDING_SECTION)
+    planned = Counter(run.section for run in plan if run.section != ROUNDING_SECTION)
     finished = Counter(outcome.section for outcome in outcomes)
     return {
         "finished": {section: [finished[section], planned[section]] for section in planned},
@@ -379,9 +374,9 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
     """Collect what is finished, with what made it, and write it down."""
     plan = adopt_devices(plan, directory)
-    devices = sorted({planned.run.config.device for planned in plan})
+    devices = sorted({run.config.device for run in plan})
     versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    about = versions | {"devices": devices} | asdict(scale)
+    about = versions | {"devices": devices, **scale}
     results = collect(plan, directory / RUN_DIRECTORY, about)
     results = replace(results, about={**results.about, **count_runs(plan, results.outcomes)})
     write_results(directory, results)
@@ -392,7 +387,7 @@ def missing_from(directory: Path, plan: Sequence[PlannedRun]) -> tuple[PlannedRu
     results = read_results(directory)
     here = {outcome.name for outcome in results.outcomes} | {one.key for one in results.perturbed}
 
-    def key(one: PlannedRun) -> object:
-        return key_of(one.run.config) if one.section == ROUNDING_SECTION else one.run.name
+    def key(run: PlannedRun) -> object:
+        return key_of(run.config) if run.section == ROUNDING_SECTION else run.name
 
-    return tuple(planned for planned in plan if key(planned) not in here)
+    return tuple(run for run in plan if key(run) not in here)

@@ -1,11 +1,11 @@
 """The paper's Table 2, and the runs that repeat it: at its lengths, or shortened for a laptop."""
 
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from aqg.errors import ConfigError
 from aqg.runs.config import resolve
@@ -15,7 +15,7 @@ SECTIONS = ("logistic", "rounding", "softmax", "dropouts", "network")
 CHOICES = {"table2": ("logistic", "softmax"), **{section: (section,) for section in SECTIONS}}
 """What ``--only`` takes, and the sections it stands for."""
 
-TABLE_RECIPES = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
+TABLE_RECIPES: tuple[str, ...] = ("aqg-2", "aqg", "laq", "qgd", "gd", "lean", "auto")
 DROPOUT_RECIPES = ("laq", "aqg-2", "aqg-augmented", "lean")
 NETWORK_RECIPES = ("gd", "qgd", "laq", "aqg-2", "aqg", "lean", "auto")
 ALWAYS_SEND = ("qgd", "gd")
@@ -52,56 +52,20 @@ class PaperRow(NamedTuple):
     saving: float | None = None
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How long and how often everything is run."""
-
-    readings: tuple[tuple[str, float], ...]  # loss scaling and step size of the logistic runs
-    logistic_seeds: int  # a seed is a way to deal the samples to the clients
-    perturbed_alphas: tuple[float, ...]  # of logistic runs that are repeated with perturbed data
-    perturbations: int
-    dtype: str  # of runs on MNIST
-    softmax_rounds: int  # of the runs behind the network rows of the paper's table
-    softmax_residual: float  # where these are measured
-    softmax_seeds: int  # a seed is a start and, IID, a way to deal the samples
-    dropout_rounds: int
-    dropout_residual: float
-    dropout_rates: tuple[tuple[str, tuple[float, ...]], ...]  # for each split
-    dropout_seeds: int
-    dropout_eval_every: int
-    network_rounds: int  # of the 784-200-10 runs
-    network_splits: tuple[str, ...]
-    network_seeds: int  # of all but `ONE_SEED`
-    logistic_rounds: int = 500
-    notes: tuple[str, ...] = ()  # what was shortened, in words
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
+Scale: TypeAlias = Mapping[str, Any]
+"""How long and how often everything is run: a table of ``plan.toml``, kept with the results."""
 _PLAN = tomllib.loads(resources.files(__package__).joinpath("plan.toml").read_text("utf-8"))
 TABLE_2 = tuple(PaperRow(*row) for row in _PLAN["table_2"])
-FULL, QUICK = (
-    Scale(**{name: _tuples(value) for name, value in _PLAN[scale].items()})
-    for scale in ("full", "quick")
-)
+FULL, QUICK = _PLAN["full"], _PLAN["quick"]
 
 
-class PlannedRun(NamedTuple):
-    section: str
-    run: Job
+@dataclass(frozen=True)
+class PlannedRun(Job):
+    section: str = field(kw_only=True)
 
 
 def parse_sections(text: str | None) -> tuple[str, ...]:
-    """Return the sections that ``--only`` names; all without it.
-
-    >>> parse_sections("table2,dropouts")
-    ('logistic', 'softmax', 'dropouts')
-    >>> parse_sections("table1")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    aqg.errors.ConfigError: unknown part 'table1'; choose from table2, logistic, rounding, ...
-    """
+    """Return the sections that ``--only`` names; all without it."""
     if text is None:
         return SECTIONS
     chosen: set[str] = set()
@@ -120,7 +84,7 @@ def make_plan(
     for section in (*_ON_MNIST, "logistic", "rounding"):
         for settings in _settings(scale, section) if section in sections else ():
             if section in _ON_MNIST:
-                settings |= {"dataset": "mnist", "dtype": scale.dtype, "device": device}
+                settings |= {"dataset": "mnist", "dtype": scale["dtype"], "device": device}
             (config,) = resolve({"downlink": "full", "start": "digest", **settings})
             name = f"{section}_{config.partition.replace(':', '-')}"
             if section not in _ON_MNIST:
@@ -130,7 +94,7 @@ def make_plan(
             name += f"_{config.recipe}_seed{config.seed}"
             if section == "rounding":
                 name += f"_draw{config.perturbation}"
-            plan.append(PlannedRun(section, Job(name, config)))
+            plan.append(PlannedRun(name, config, section=section))
     return tuple(plan)
 
 
@@ -138,33 +102,27 @@ _ON_MNIST = ("softmax", "network", "dropouts")
 
 
 def _settings(scale: Scale, section: str) -> Iterator[dict[str, Any]]:
-    both: list[dict[str, Any]] = [{"partition": "iid"}, {"partition": "label"}]
-    recipes: tuple[str, ...] = TABLE_RECIPES
-    draws = 1
+    kind = {"dropouts": "dropout", "rounding": "logistic"}.get(section, section)
+    seeds, fixed = scale[f"{kind}_seeds"], {"rounds": scale[f"{kind}_rounds"]}
+    recipes, draws = TABLE_RECIPES, 1
+    cells: list[dict[str, Any]] = [{"partition": "iid"}, {"partition": "label"}]
     match section:
-        case "softmax":
-            seeds, cells = scale.softmax_seeds, both
-            fixed: dict[str, Any] = {"rounds": scale.softmax_rounds}
         case "network":
-            seeds, recipes = scale.network_seeds, NETWORK_RECIPES
-            cells = [{"partition": partition} for partition in scale.network_splits]
-            fixed = {"model": "mlp:200", "rounds": scale.network_rounds}
+            recipes, fixed = NETWORK_RECIPES, fixed | {"model": "mlp:200"}
+            cells = [{"partition": partition} for partition in scale["network_splits"]]
         case "dropouts":
-            seeds, recipes = scale.dropout_seeds, DROPOUT_RECIPES
-            pairs = [(split, rate) for split, rates in scale.dropout_rates for rate in rates]
+            recipes, fixed = DROPOUT_RECIPES, fixed | {"eval_every": scale["dropout_eval_every"]}
+            pairs = [(split, rate) for split, rates in scale["dropout_rates"] for rate in rates]
             cells = [{"partition": split, "dropout": rate} for split, rate in pairs]
-            fixed = {"rounds": scale.dropout_rounds, "eval_every": scale.dropout_eval_every}
-        case _:
-            seeds, readings = scale.logistic_seeds, scale.readings
+        case "logistic" | "rounding":
+            readings, fixed = scale["readings"], fixed | {"dataset": "heterogeneous"}
             if section == "rounding":
-                seeds, recipes, draws = 1, PERTURBED_RECIPES, scale.perturbations + 1
-                readings = tuple(("sum", alpha) for alpha in scale.perturbed_alphas)
+                seeds, recipes, draws = 1, PERTURBED_RECIPES, scale["perturbations"] + 1
+                readings = [("sum", alpha) for alpha in scale["perturbed_alphas"]]
             cells = [
                 {"partition": partition, "scaling": scaling, "alpha": alpha}
-                for partition in ("iid", BY_SOURCE)
-                for scaling, alpha in readings
+                for partition, (scaling, alpha) in product(("iid", BY_SOURCE), readings)
             ]
-            fixed = {"dataset": "heterogeneous", "rounds": scale.logistic_rounds}
     for seed, cell, recipe in product(range(seeds), cells, recipes):
         if section == "network" and seed and recipe in ONE_SEED:
             continue
