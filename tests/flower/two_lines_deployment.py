@@ -51,7 +51,7 @@ def run() -> dict[str, object]:
             break
         if time.monotonic() > end:
             raise SystemExit(f"run {number} is {row['status']} after {SECONDS} s")
-        time.sleep(1)
+        time.sleep(3)  # every look is a Python of its own
     log = command("log", str(number), "here", "--show")
     said = re.search(r"distance ([\d.]+), refused (\d+), up (\d+)", log)
     if said is None:
