@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 APP = Path(__file__).parent / "dropin_app"
 BIN = Path(sys.executable).parent
-HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 300
+HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 900
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER: processes whose parents have ended become children of this one."""
 
