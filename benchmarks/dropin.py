@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import re
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.deployment import Deployment
 
@@ -266,7 +269,6 @@ def run_app(
     """
     import contextlib
     import io
-    import sys
     from importlib import import_module
 
     import torch

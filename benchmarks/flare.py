@@ -1,6 +1,7 @@
 """NVIDIA FLARE's example job, plain, with FLARE's own quantization and with aqg: bytes, accuracy.
 
-python benchmarks/flare.py                     # all that run here, into results/flare.jsonl
+python benchmarks/flare.py                     # all that run here, into results/flare.jsonl,
+                                               # in place of rows of the same variants
 python benchmarks/flare.py --only aqg --rounds 5 --out /tmp/flare.jsonl
 
 It needs an environment with nvflare: ``pip install 'aqg[flare]' scikit-learn``. Every variant is a
@@ -59,7 +60,9 @@ def main() -> None:
             continue
         rows.append(measure(name, arguments))
         print(json.dumps(rows[-1]), flush=True)
-    arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stored = arguments.out.read_text().splitlines() if arguments.out.exists() else []
+    by_variant = {row["variant"]: row for row in (*map(json.loads, stored), *rows)}
+    arguments.out.write_text("".join(json.dumps(row) + "\n" for row in by_variant.values()))
     print_table(rows)
 
 

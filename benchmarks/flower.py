@@ -19,6 +19,7 @@ import re
 import resource
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -36,6 +37,8 @@ from aqg.core.server import Step
 from aqg.protocol.book import MirrorBook
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
 from aqg.runs.table import format_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.deployment import Deployment
 from tests.lab.watch import APP, PRELOAD

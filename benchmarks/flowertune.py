@@ -21,13 +21,13 @@ import logging
 import math
 import os
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from examples.shakespeare import LENGTH, alphabet_of, read_roles, text_windows
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -35,6 +35,10 @@ from torch import Tensor, nn
 
 from aqg.flower import Compressed, aqg_mod
 from aqg.models.nets import Transformer, token_cross_entropy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.shakespeare import LENGTH, alphabet_of, read_roles, text_windows
 
 from tests.flower.memory_grid import MemoryGrid
 

@@ -5,8 +5,10 @@
 Clients have given speeds (log-normal, σ = 1, median one second per round, some spread from round to
 round), every twentieth reply is held up for 20 seconds on average, and links carry 10 Mbit/s. All
 methods see the same clients. A buffered round ends with half as many replies as clients are at
-work. FedBuff's update has 32 bits per parameter in both directions. Bytes are all that is sent
-until the target: frames, heads of orders and replies, and what tells a client the first model.
+work. FedBuff's update has 32 bits per parameter in both directions. QAFeL (Ortega and Jafarkhani
+2023) is FedBuff with quantized updates and quantized differences to a model that both sides hold:
+here 4 bits per parameter up, by QSGD, and down. Bytes are all that is sent until the target:
+frames, heads of orders and replies, and what tells a client the first model.
 
 Writes ``late.md`` and ``late.csv`` (the curves); the picture is ``docs/images/late.png``.
 """
@@ -62,6 +64,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "8-bit QSGD up, buffered": {"recipe": "qsgd", "bits": 8, "buffer_size": BUFFER, "step": "auto"},
     "FedBuff": {"recipe": "fedavg", "buffer_size": BUFFER, "step": "fixed"},
     "FedBuff, step and mean of auto": {"recipe": "fedavg", "buffer_size": BUFFER, "step": STEP},
+    "QAFeL, 4 bits": {
+        "recipe": "qsgd",
+        "bits": 4,
+        "downlink": "condensed:keep=1",
+        "buffer_size": BUFFER,
+        "step": "fixed",
+    },
     "auto, waits for all": {"recipe": "auto", "step": "auto"},
     "FedAvg, waits for all": {"recipe": "fedavg", "step": "fixed"},
 }

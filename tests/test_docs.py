@@ -332,6 +332,20 @@ def test_options_scripts_and_modules_in_text_exist(page):
         assert (ROOT / file).is_file() if file else find_spec(module) is not None
 
 
+def benchmarks_on_pages():
+    texts = "".join(TEXTS[page] for page in ALL_MARKDOWN)
+    for file in sorted(set(re.findall(r"python (benchmarks/\w+\.py)", texts))):
+        if "argparse" in (ROOT / file).read_text(encoding="utf-8"):  # else it has no --help
+            yield file
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("file", [*benchmarks_on_pages()])
+def test_a_benchmark_starts_from_a_checkout_as_its_page_says(file):
+    """Without what pytest adds to the path."""
+    assert "usage:" in run(sys.executable, file, "--help", without="PYTHONPATH", cwd=ROOT)
+
+
 _NUMBER = re.compile(r"^[*~<>]*[\d][\d,.]*(?:[eE][-−+]?\d+)?\s*(?:%|×|[kMG]?B|s|ms|kB/s)?\b")
 _SOURCE = re.compile(
     r"python (?:-m aqg|benchmarks/|tools/)|aqg (?:run|compare|reproduce|sweep|theory)|results/"

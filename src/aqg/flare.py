@@ -138,8 +138,12 @@ class ServerFilter(_ModelFilter):
         """Log at the end what all messages took."""
         end = fl_ctx.get_prop(_END) if event_type == EventType.END_RUN else None
         if end is not None and end.down:
-            self.log_info(fl_ctx, f"aqg: models took {end.up} bytes up, {end.down} bytes down")
-            end.up = end.down = 0  # the other half of the filter need not say it again
+            ways = (
+                f"{end.up:,} bytes up (of {end.plain_up:,})",
+                f"{end.down:,} down (of {end.plain_down:,})",
+            )
+            self.log_info(fl_ctx, f"aqg: models took {', '.join(ways)}")
+            end.down = 0  # the other half of the filter need not say it again
 
     def _settings(self) -> Any:
         names = "bits", "max_staleness", "include", "exclude", "downlink", "seed", "start"
@@ -176,7 +180,7 @@ class _Server:
 
     def __init__(self, own: ServerFilter) -> None:
         self.lock = threading.Lock()
-        self.up = self.down = 0
+        self.up = self.down = self.plain_up = self.plain_down = 0
         self._own = own
         self._name = secrets.token_hex(8)
         self._num_channels = 0
@@ -209,7 +213,8 @@ class _Server:
             data |= {_VERSION: __version__, _TORCH: _torch_types(dxo.data)}
         if is_full:
             data[_WHOLE] = whole = dict(self._channel.copied())
-            self.down += sum(tensor.nbytes for tensor in whole.values())
+            self.down += _size(whole)
+        self.plain_down += _size(dxo.data)
         return DXO(DataKind.APP_DEFINED, data, dict(dxo.meta))
 
     def _publish(self, given: Mapping[str, Any], fl_ctx: FLContext) -> None:
@@ -253,6 +258,7 @@ class _Server:
             if not isinstance(part, bytes) or kind not in _WEIGHTS:
                 raise MessageError(f"its reply holds {type(part).__name__} for {kind!r:.40}")
             self.up += len(part)
+            self.plain_up += _size(self._given)
             taken = phase.channel.take(node, phase, part)
             values = dict(taken.tensors())
         except AqgError as error:
@@ -271,6 +277,8 @@ class _Server:
         values = _arrays(dxo.data)
         if values is None or not phase.channel.schema.fits(values):
             return None
+        self.up += _size(dxo.data)
+        self.plain_up += _size(dxo.data)
         shown = dict(phase.channel.take_whole(phase, values))
         return DXO(dxo.data_kind, _like(shown, _torch_types(dxo.data)), dict(dxo.meta))
 
@@ -364,6 +372,10 @@ def _arrays(data: Mapping[str, Any]) -> Values | None:
     others = [v for v in data.values() if not isinstance(v, np.ndarray | np.generic)]
     is_tensor = all(type(value).__module__.partition(".")[0] == "torch" for value in others)
     return {name: as_numpy(value) for name, value in data.items()} if data and is_tensor else None
+
+
+def _size(data: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in data.values())
 
 
 def _torch_types(data: Mapping[str, Any]) -> dict[str, str]:

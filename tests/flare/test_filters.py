@@ -1,7 +1,8 @@
-"""FLARE's filters with FLARE's own contexts and messages; its simulator is in `test_install`."""
+"""FLARE's filters with FLARE's own contexts and messages; its simulator is in `test_packaging`."""
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,6 +279,22 @@ def test_the_line_adds_filters_to_a_job_and_to_a_recipe(tmp_path):
             if role == "server":
                 assert rows["task_data_filters"][0]["filters"][0]["args"]["exclude"] == ["head.*"]
         assert not list(folder.rglob("aqg"))  # sites have it installed
+
+
+def test_the_log_says_once_what_models_took_and_would_have_taken(tmp_path, caplog):
+    job = Job(tmp_path)
+    job.play(3)
+    with caplog.at_level("INFO"):
+        for half in (job.server.data, job.server.result):
+            half.handle_event(EventType.END_RUN, job.server.manager.new_context())
+    number = r"([\d,]+)"
+    said = rf"aqg: models took {number} bytes up \(of {number}\), {number} down \(of {number}\)"
+    [found] = re.findall(said, caplog.text)
+    up, plain_up, down, plain_down = (int(text.replace(",", "")) for text in found)
+    whole = sum(tensor.nbytes for tensor in FIRST.values())
+    assert plain_up == plain_down == 9 * whole
+    assert 0 < up < plain_up / 5
+    assert 3 * whole < down < plain_down / 2  # each client receives the whole model once
 
 
 def test_bad_settings_are_named_where_the_job_is_written():

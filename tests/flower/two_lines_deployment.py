@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 APP = Path(__file__).parent / "dropin_app"
 BIN = Path(sys.executable).parent
-HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 300
+HOST, NUM_NODES, ROUNDS, SIZE, SECONDS = "127.0.0.1", 2, 3, 100_000, 900
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER: processes whose parents have ended become children of this one."""
 
@@ -51,7 +51,7 @@ def run() -> dict[str, object]:
             break
         if time.monotonic() > end:
             raise SystemExit(f"run {number} is {row['status']} after {SECONDS} s")
-        time.sleep(1)
+        time.sleep(3)  # every look is a Python of its own
     log = command("log", str(number), "here", "--show")
     said = re.search(r"distance ([\d.]+), refused (\d+), up (\d+)", log)
     if said is None:
