@@ -11,8 +11,8 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.superlink.grid import http_grid
 
-from aqg.flower.claims import Roster
 from aqg.flower.private import bounded_pulls
+from aqg.flower.roster import Roster
 
 
 def test_nodes_take_indices_in_order_and_keep_them():

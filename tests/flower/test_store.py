@@ -11,7 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from aqg import make_recipe
 from aqg.channel.settings import Settings
-from aqg.channel.stepping import Members, SteppingChannel, Travel
+from aqg.channel.stepping import SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
@@ -96,7 +96,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
     length = 1_200_000  # beyond the context coder, which needs memory of its own
     app = make_client_app(lambda _: FlowerTask(train, num_samples=1))
     context = Context(1, NODE, {"aqg-state-dir": str(tmp_path)}, RecordDict(), {})
-    members, step = Members(1, lambda _: 0), Step(0.1, downlink=downlink)
+    members, step = (1, lambda _: 0), Step(0.1, downlink=downlink)
     start = {"parameters": np.zeros(length, np.float32)}
     travel = Travel({"parameters": Kind.VECTOR})
     channel = SteppingChannel("p1", start, Settings(recipe="lean"), members, step, travel)

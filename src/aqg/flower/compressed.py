@@ -6,10 +6,11 @@ Flower's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
@@ -18,10 +19,9 @@ from aqg.channel.settings import make_settings
 from aqg.channel.tensors import Tensor, Values
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
-from aqg.errors import ConfigError
-from aqg.flower.claims import AverageChecks, Checks
+from aqg.errors import ConfigError, MessageError
 from aqg.flower.envelope import is_readable, logger, record_of, values_of
-from aqg.flower.grid import CompressedGrid, Counts
+from aqg.flower.grid import Checks, CompressedGrid, Counts
 from aqg.flower.private import OuterGrid, kind_of, replies_to
 
 _CLIENTS_CLIP = (
@@ -29,6 +29,10 @@ _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
 )
 _ADAPTIVE_NOISE = 0.1
+_MOST_EXAMPLES = 1e12
+"""A node that says it has more examples is refused."""
+_MOST_TIMES = 1e6
+"""Likewise one that says it has so many times the examples of all others together."""
 _AVERAGING = (
     strategies.FedAvg,
     strategies.FedAvgM,
@@ -172,6 +176,64 @@ def checks_of(strategy: Strategy) -> Checks:
         if not isinstance(inner, Strategy):
             return Checks()
     return AverageChecks(inner.weighted_by_key)
+
+
+class AverageChecks(Checks):
+    """Refuses replies that Flower's FedAvg, and what is made from it, could not use.
+
+    They end the run where a reply has more than one record of a kind, where replies have other
+    metrics or arrays than the rest, and where all weights are zero; and a single node that says it
+    has a million times the examples of all others would be the model.
+
+    Args:
+        key: the metric that says how many examples a node has.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def check(self, content: RecordDict, is_train: bool) -> None:
+        metrics, arrays = list(content.metric_records.values()), content.array_records
+        if len(metrics) != 1:
+            raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
+        if is_train and len(arrays) != 1:
+            raise MessageError(f"its reply has {len(arrays)} ArrayRecords; it must have one")
+        key = self._key
+        weight: Any = metrics[0].get(key)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise MessageError(f"its metric {key!r} is {weight!r}; it must be a number")
+        if not 0 <= weight <= _MOST_EXAMPLES:
+            raise MessageError(f"its metric {key!r} is {weight}; 0 to {_MOST_EXAMPLES:g} is taken")
+
+    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:
+        key, reasons, weights = self._key, dict[str, str](), dict[str, float]()
+        held = {answers: _names_in(content) for answers, content in contents.items()}
+        most = Counter(held.values()).most_common(1)[0][0] if held else frozenset()
+        for answers, content in contents.items():
+            if held[answers] != most:
+                odd = min(held[answers] ^ most)
+                reasons[answers] = f"its reply differs from most others in {odd}"
+            else:
+                [metrics] = content.metric_records.values()
+                weights[answers] = float(metrics[key])  # type: ignore[arg-type]
+        total = sum(weights.values())
+        for answers, weight in weights.items():
+            if not total:
+                reasons[answers] = f"its metric {key!r} is 0, as that of all others"
+            elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
+                others = f"all others together have {total - weight:g}"
+                reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
+        return reasons
+
+
+def _names_in(content: RecordDict) -> frozenset[str]:
+    kinds = {"array": content.array_records, "metric": content.metric_records}
+    return frozenset(
+        f"{kind} {key!r} of {name!r}"
+        for kind, records in kinds.items()
+        for name, record in records.items()  # type: ignore[attr-defined]
+        for key in record
+    )
 
 
 class Buffered(OuterStrategy):

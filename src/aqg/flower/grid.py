@@ -12,7 +12,7 @@ import operator
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.flower.claims import Checks
 from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
@@ -129,6 +128,17 @@ class Counts:
     @property
     def lost(self) -> int:
         return sum(counts.lost for counts in self.nodes.values())
+
+
+class Checks:
+    """Says of replies whether what they hold besides the update can be used; here, always."""
+
+    def check(self, content: RecordDict, is_train: bool) -> None:
+        """Raise `MessageError` where a reply will not do."""
+
+    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:  # noqa: ARG002
+        """Return which replies of a round will not do beside the others, and why."""
+        return {}
 
 
 class CompressedGrid(OuterGrid):
