@@ -216,7 +216,3 @@ def test_what_cannot_be_buffered():
         Buffered(FedAvg(), size=0)
     with pytest.raises(ConfigError, match="strategy is a str; it must be a Strategy"):
         Buffered("FedAvg", size=2)
-
-
-def test_attributes_of_the_strategy_are_reached():
-    assert Buffered(FedAvg(fraction_train=0.3), size=2).fraction_train == 0.3

@@ -53,6 +53,14 @@ class OuterStrategy(Strategy):
             raise AttributeError(name)
         return getattr(self.strategy, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the strategy has on the strategy."""
+        inner = self.__dict__.get("strategy")
+        if inner is not None and name not in self.__dict__ and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def configure_train(self, *arguments: Any, **options: Any) -> Any:  # noqa: ARG002
         name = type(self).__name__
         raise ConfigError(
@@ -133,12 +141,6 @@ class Compressed(OuterStrategy):
         if isinstance(result, Result):
             result.traffic = compressed.counts  # type: ignore[attr-defined]
         return result
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what only the strategy has on the strategy."""
-        inner = self.__dict__.get("strategy")
-        is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
-        object.__setattr__(inner if is_inner else self, name, value)
 
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
@@ -258,7 +260,8 @@ class Buffered(OuterStrategy):
             )
         if not is_whole(size) or size < 1:
             raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
-        self.strategy, self.size = strategy, int(size)
+        self.size = int(size)
+        self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
         logger.info("Buffered: rounds end after %d replies", self.size)

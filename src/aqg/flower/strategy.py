@@ -24,11 +24,13 @@ from aqg.flower.envelope import logger, record_of
 from aqg.flower.grid import CompressedGrid
 from aqg.flower.journal import Journal, RunLogger
 from aqg.flower.models import ServerModel, is_module, make_model
-from aqg.flower.rounds import Measure, Run
+from aqg.flower.rounds import Run
 from aqg.flower.settings import KEYS, read_settings
 
 if TYPE_CHECKING:
     import torch
+
+    from aqg.flower.rounds import Measure
 
     Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
