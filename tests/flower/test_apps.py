@@ -294,6 +294,19 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
         federation.run()
 
 
+def test_impossible_samples_weigh_no_evaluation(tmp_path, caplog):
+    def lie(node, reply):
+        if reply.metadata.message_type == "evaluate":
+            change_metrics(reply, **{"num-examples": 1e308})
+        return reply
+
+    federation = Federation(tmp_path, weighting="samples", rounds=1)
+    federation.grid.answer = lie
+    federation.run()
+    assert "num-examples 1e+308; with weighting samples it must be 0 to" in caplog.text
+    assert federation.summary["final_loss"] == federation.rows()[-1]["loss"]
+
+
 def test_two_servers_do_not_share_a_run_directory(tmp_path):
     federation = Federation(tmp_path, rounds=2)
 

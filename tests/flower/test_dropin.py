@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import zlib
@@ -225,50 +226,53 @@ def test_clipping_on_clients(kind):
     assert distance(result.arrays) < 3.0
 
 
-def test_config_metrics_and_evaluation_are_as_before():
+def test_all_is_as_before_but_the_bytes(caplog):
+    """Configs, metrics, evaluation and what is not trained; and the result says what moved."""
+    caplog.set_level(logging.INFO)
     seen, evaluated = [], []
 
     def evaluate_fn(number, arrays):
         evaluated.append((number, distance(arrays)))
         return MetricRecord({"distance": distance(arrays)})
 
-    strategy = Compressed(FedAvg(**everyone()))
+    config = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
     result = run(
-        strategy,
+        Compressed(FedAvg(**everyone())),
         make_grid(make_app([aqg_mod], seen=seen)),
-        rounds=3,
-        train_config=ConfigRecord({"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}),
+        rounds=4,
+        train_config=ConfigRecord(config),
         evaluate_config=ConfigRecord({"batches": 3}),
         evaluate_fn=evaluate_fn,
     )
-    assert [number for number, _ in evaluated] == [0, 1, 2, 3]
-    assert len(seen) == 3 * NUM_CLIENTS
-    for place, (_, config, names) in enumerate(seen):
-        number = 1 + place // NUM_CLIENTS
-        expected = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
-        assert config == expected | {"server-round": number}
+    assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4]
+    assert len(seen) == 4 * NUM_CLIENTS
+    for place, (_, told, names) in enumerate(seen):
+        assert told == config | {"server-round": 1 + place // NUM_CLIENTS}
         assert names == ["arrays", "config"]
-        assert type(config["lr"]) is float
-    assert set(result.train_metrics_clientapp[3]) == {"loss", "start"}
-    distances = [result.evaluate_metrics_clientapp[n]["distance"] for n in (1, 2, 3)]
+        assert type(told["lr"]) is float
+    assert set(result.train_metrics_clientapp[4]) == {"loss", "start"}
+    distances = [result.evaluate_metrics_clientapp[n]["distance"] for n in (1, 2, 3, 4)]
     # What clients evaluate is the public copy, which is near the server's model.
     assert abs(distances[-1] - evaluated[-1][1]) < 0.2
-
-
-def test_what_is_not_trained():
-    """Frozen tensors and counters travel once, statistics in half precision."""
-    strategy = Compressed(FedAvg(**everyone()))
-    result = run(strategy, rounds=4)
-    arrays = result.arrays
-    # Flower's average of equal numbers is off in the last place.
+    arrays, traffic = result.arrays, result.traffic
+    # Frozen tensors and counters travel once, statistics in half precision. Flower's average of
+    # equal numbers is off in the last place.
     assert np.allclose(arrays["layer.frozen"].numpy(), FROZEN, rtol=1e-6)
     assert int(arrays["bn.num_batches_tracked"].numpy()) == 0
     expected = np.average(np.arange(1, 5) / 3, weights=[10, 20, 30, 40])
     assert np.allclose(arrays["bn.running_mean"].numpy(), expected, rtol=2**-10)
     # Once the whole record of 21 kB for each node; after that next to nothing.
     whole = sum(len(array.data) for array in first_arrays().values())
-    assert strategy.counts.train.down < NUM_CLIENTS * (whole + 6000)
-    assert strategy.counts.train.up < 4 * NUM_CLIENTS * 600
+    assert traffic.train.down < NUM_CLIENTS * (whole + 6000)
+    assert traffic.train.up < 4 * NUM_CLIENTS * 600
+    assert set(traffic.nodes) == {100, 101, 102, 103}
+    for counts in traffic.nodes.values():
+        assert 0 < counts.train.up < counts.train.plain_up
+        assert 0 < counts.evaluate.down < counts.evaluate.plain_down
+        assert counts.evaluate.up
+    assert traffic.train.up == sum(c.train.up for c in traffic.nodes.values())
+    for text in f"training took {traffic.train}", f"evaluation took {traffic.evaluate}":
+        assert f"aqg: {text}" in caplog.messages
 
 
 @pytest.mark.parametrize("mods", [[aqg_mod], []], ids=["with the mod", "without"])

@@ -290,20 +290,6 @@ def test_only_the_clients_line(caplog):
 # The end of a run.
 
 
-def test_bytes_are_in_the_result(caplog):
-    caplog.set_level(logging.INFO)
-    result = run(Compressed(FedAvg(**everyone())), rounds=3)
-    traffic = result.traffic
-    assert set(traffic.nodes) == {100, 101, 102, 103}
-    for counts in traffic.nodes.values():
-        assert 0 < counts.train.up < counts.train.plain_up
-        assert 0 < counts.evaluate.down < counts.evaluate.plain_down
-        assert counts.evaluate.up
-    assert traffic.train.up == sum(c.train.up for c in traffic.nodes.values())
-    assert any(line == f"aqg: training took {traffic.train}" for line in caplog.messages)
-    assert any(line == f"aqg: evaluation took {traffic.evaluate}" for line in caplog.messages)
-
-
 def test_nodes_forget_a_run_that_ended_well(tmp_path):
     def notes():
         return sorted((tmp_path / "state").glob("node-*/*/state.json"))

@@ -1,6 +1,7 @@
 """What a client holds on disk, and in memory while it answers."""
 
 import random
+import shutil
 import tracemalloc
 
 import numpy as np
@@ -9,7 +10,6 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
-from aqg import make_recipe
 from aqg.channel.settings import Settings
 from aqg.channel.stepping import SteppingChannel, Travel
 from aqg.channel.tensors import Kind
@@ -18,21 +18,13 @@ from aqg.core.server import Step
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
 from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of, unpack
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.protocol import ClientSession, ServerSession
+from aqg.protocol.store import DirectoryVault
 
 from tests.flower.small_app import NUM_CLIENTS, everyone, first_arrays, make_app
 from tests.flower.test_dropin import make_grid
 
-LEAN = make_recipe("lean")
 LINK, NODE = 1, 5
-
-
-def order_of(book):
-    mark = fingerprint(LEAN, len(book.parameters), "float32", 0)
-    about = {"recipe": "lean", "bits": 4, "max_staleness": 100, "seed": 0}
-    return book.order(0, run="r", incarnation=1, fingerprint=mark, **about)
 
 
 def train(params, _, key):
@@ -41,45 +33,32 @@ def train(params, _, key):
     return 0.0, gradient
 
 
-def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
-    class Crashing(DirectoryVault):
-        def write_index(self, text):
-            raise RunError("the power fails")
+def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypatch):
+    """What was written before the index is of no account, and takes no place of what counts."""
 
-    length = 5000
-    book = MirrorBook.first(LEAN, np.zeros(length, np.float32), np.ones(1), Step(0.1))
-    mirror = ClientMirror.first(LEAN, length, "float32")
-    for _ in range(2):  # the server misses the second upload
-        base = find_base(LEAN, mirror, order_of(book), draw=1)
-        assert base is not None
-        _, gradient = train(book.parameters, 1, (len(base.snapshot.lineage), book.round))
-        mirror, reply = answer(LEAN, base, order_of(book), gradient)
-        if book.round == 1:
-            assert not isinstance(book.accept(0, reply, 1), str)
-            book.step()
-    ClientStore(DirectoryVault(tmp_path), "key").save(mirror)
-    book.skip_step()
+    def crash(_vault, _text):
+        raise RunError("the power fails")
 
-    store = ClientStore(Crashing(tmp_path), "key")
-    found = store.load()
-    assert found is not None
-    base = find_base(LEAN, found, order_of(book), draw=1)
-    assert base is not None
-    assert base.rolled_back
-    del found  # the state that is not gone on from need not be held
-    later, _ = answer(LEAN, base, order_of(book), gradient)
-    with pytest.raises(RunError, match="the power fails"):
-        store.save(later)
-    kept = ClientStore(DirectoryVault(tmp_path), "key").load()
-    assert kept is not None
-    for snapshot, old in ((kept.current, mirror.current), (kept.before, mirror.before)):
-        assert snapshot is not None
-        assert old is not None
-        assert snapshot.is_intact
-        assert snapshot.stamp == old.stamp
+    def train_at(model, number):
+        return np.random.default_rng(number).standard_normal(len(model)) + model
 
-    ClientStore(DirectoryVault(tmp_path), "key").save(later)
-    assert len(list(tmp_path.glob("vector-*.npz"))) == 4, "two mirrors, two directions"
+    server = ServerSession(np.zeros(5000), num_clients=1, recipe="lean")
+    client = ClientSession(tmp_path / "one")
+    server.take(0, client.answer(server.order(0), train_at))
+    server.step()
+    client.answer(server.order(0), train_at)  # is lost: the next order takes it back
+    server.step()
+    order = server.order(0)
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectoryVault, "write_index", crash)
+        with pytest.raises(RunError, match="the power fails"):
+            ClientSession(tmp_path / "one").answer(order, train_at)
+    reply, other = (ClientSession(tmp_path / n).answer(order, train_at) for n in ("one", "other"))
+    assert reply == other
+    assert server.take(0, reply).is_taken
+    vectors = [sum(1 for _ in (tmp_path / n).rglob("vector-*.npz")) for n in ("one", "other")]
+    assert vectors[0] == vectors[1], "what the crash left is gone"
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,6 @@ class Channel:
         if self._first is not None:
             self._values = dict(self._first.values(self._values))
         self._copy = PublicCopy.of(self._values, self.schema, layout).digested()
-        self._given: Values = values
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
@@ -229,16 +228,13 @@ class Channel:
         A model with NaN or infinity is not sent: clients go on from the one before, and replies
         are relative to that. With ``as_it_is`` the copy becomes the model, as a whole.
         """
-        values, is_news = self._values, given is not self._given
-        if is_news:
-            values = self.schema.cast(given)
-            is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
-            changing = (n for n, k in self._kinds.items() if is_news and k is not Kind.STILL)
-            bad = (name for name in changing if not is_finite(values[name]))
-            self.fault = next((f"tensor {name!r} holds NaN or infinity" for name in bad), "")
+        values = self.schema.cast(given)
+        is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
+        changing = (n for n, k in self._kinds.items() if is_news and k is not Kind.STILL)
+        bad = (name for name in changing if not is_finite(values[name]))
+        self.fault = next((f"tensor {name!r} holds NaN or infinity" for name in bad), "")
         if self.fault:
             values, is_news = self._values, False
-        self._given = given
         layout = self._next_layout()
         is_repeated = is_train and self._trained == self._copy.version
         if as_it_is and is_news:
@@ -264,15 +260,12 @@ class Channel:
         is_full = is_behind and not first
         size, dtype = self.schema.vector_of(copy.layout)
         stamp = self._peer(place, copy.layout).held.stamp
+        names = ("recipe", "bits", "max_staleness", "seed", "updates")
+        terms = size, dtype, settings.seed, self.schema.fingerprint
         order = Order(
+            **{name: getattr(settings, name) for name in names},
             run=self.run,
-            fingerprint=fingerprint(
-                self._recipe, size, dtype, settings.seed, self.schema.fingerprint
-            ),
-            recipe=settings.recipe,
-            bits=settings.bits,
-            max_staleness=settings.max_staleness,
-            seed=settings.seed,
+            fingerprint=fingerprint(self._recipe, *terms),
             num_params=size,
             dtype=dtype,
             incarnation=self.incarnation,
@@ -288,7 +281,6 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full

@@ -65,10 +65,6 @@ class _Sent(NamedTuple):
     def node(self) -> int:
         return self.message.metadata.dst_node_id
 
-    @property
-    def kind(self) -> str:
-        return kind_of(self.message)
-
 
 @dataclass
 class Traffic:
@@ -99,9 +95,6 @@ class NodeCounts:
     refused: int = 0  # its replies that were refused
     lost: int = 0  # how often it had to be sent the whole model again
 
-    def of(self, kind: str) -> Traffic:
-        return self.train if kind == "train" else self.evaluate
-
     @property
     def whole(self) -> Traffic:
         return self.train + self.evaluate
@@ -120,6 +113,10 @@ class Counts:
     @property
     def evaluate(self) -> Traffic:
         return sum((counts.evaluate for counts in self.nodes.values()), Traffic())
+
+    def of(self, node: int, kind: str) -> Traffic:
+        counts = self.nodes[node]
+        return counts.train if kind == "train" else counts.evaluate
 
     @property
     def refused(self) -> Counter[int]:
@@ -157,7 +154,6 @@ class CompressedGrid(OuterGrid):
         self._settings = settings
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
-        self._read: dict[str, tuple[dict[str, Any], Values]] = {}
         self._whole: dict[str, tuple[int, ArrayRecord]] = {}  # public copies, and their versions
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
@@ -280,7 +276,7 @@ class CompressedGrid(OuterGrid):
         if not record or not is_readable(record):
             self._warn(f"{name!r} holds nothing that can be compressed; it is sent as it is")
             return None
-        values = self._values(name, record)
+        values = values_of(record)
         channel = self.channels.get(name)
         if channel is not None and not channel.schema.fits(values):
             logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
@@ -322,18 +318,9 @@ class CompressedGrid(OuterGrid):
     def _make_channel(self, values: Values, settings: Settings) -> Channel:
         return Channel(f"{self._run_name}{next(self._numbers)}", values, settings)
 
-    def _values(self, name: str, record: ArrayRecord) -> Values:
-        """Return a record's tensors: the same as last time where its arrays are."""
-        arrays = dict(record)
-        known, values = self._read.get(name, ({}, {}))
-        if list(known) != list(arrays) or any(known[n] is not a for n, a in arrays.items()):
-            values = values_of(record)
-            self._read[name] = arrays, values
-        return values
-
     def _compress(self, message: Message, phases: dict[str, Phase]) -> Message:
         kind, node = kind_of(message), message.metadata.dst_node_id
-        traffic = self.counts.nodes[node].of(kind)
+        traffic = self.counts.of(node, kind)
         traffic.plain_down += num_bytes(message.content)
         if not phases:
             traffic.down += num_bytes(message.content)
@@ -373,7 +360,7 @@ class CompressedGrid(OuterGrid):
                 return self._send_again(sent, "it answers with an error")
             answer_to(reply, sent.identifier)  # even if that had to be sent again
             return reply
-        traffic = self.counts.nodes[node].of(sent.kind)
+        traffic = self.counts.of(node, kind_of(sent.message))
         try:
             traffic.up += num_bytes(reply.content)
             content, taken = self._unpack(sent, reply.content)
@@ -457,7 +444,7 @@ class CompressedGrid(OuterGrid):
             for key, value in record.items():
                 if not all(map(_is_usable, value if isinstance(value, list) else [value])):
                     raise MessageError(f"{key!r} of its record {name!r} is {value!r:.80}")
-        self.checks.check(content, sent.kind == "train")
+        self.checks.check(content, kind_of(sent.message) == "train")
 
     def _check_arrays(self, sent: _Sent, name: str, record: ArrayRecord) -> None:
         known = sent.message.content.get(name)

@@ -182,16 +182,17 @@ class Run(Checks):
         return report.stepped
 
     def check(self, content: RecordDict, is_train: bool) -> None:
-        """Raise `MessageError` where a reply to a train message does not say what is needed."""
-        if not is_train or self.settings.weighting != "samples":
+        """Raise `MessageError` where a reply does not say how much it counts for."""
+        if self.settings.weighting != "samples":
             return
         found = (r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r)
         number: Any = next(found, 0)
+        least = int(is_train)  # whoever evaluates may leave it out
         is_whole = not isinstance(number, list) and float(number).is_integer()
-        if not (is_whole and 1 <= number <= _MOST_SAMPLES):
+        if not (is_whole and least <= number <= _MOST_SAMPLES):
             raise MessageError(
-                f"its metrics have num-examples {number}; with weighting samples it must be 1 to "
-                f"{_MOST_SAMPLES}"
+                f"its metrics have num-examples {number}; with weighting samples it must be "
+                f"{least} to {_MOST_SAMPLES}"
             )
 
     def _read(self, messages: Mapping[int, Message], replies: Iterable[Message]) -> Found:
