@@ -188,8 +188,8 @@ class Run(Checks):
         found = (r[EXAMPLES] for r in content.metric_records.values() if EXAMPLES in r)
         number: Any = next(found, 0)
         least = int(is_train)  # whoever evaluates may leave it out
-        is_whole = not isinstance(number, list) and float(number).is_integer()
-        if not (is_whole and least <= number <= _MOST_SAMPLES):
+        is_right = not isinstance(number, list) and (float(number).is_integer() or not is_train)
+        if not (is_right and least <= number <= _MOST_SAMPLES):
             raise MessageError(
                 f"its metrics have num-examples {number}; with weighting samples it must be "
                 f"{least} to {_MOST_SAMPLES}"
