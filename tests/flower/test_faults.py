@@ -14,6 +14,7 @@ from aqg.flower.envelope import pack
 from aqg.wire.entry import encode_log
 
 from tests.flower.federation import LOST, Federation, at, reference, round_of, task_of
+from tests.flower.memory_grid import on_the_wire
 from tests.flower.own_messages import (
     change_order,
     change_reply,
@@ -169,6 +170,17 @@ def strike(_, order):
     order.content["aqg"]["bytes"] = flipped(order.content["aqg"]["bytes"])
 
 
+def strike_within(_, order):
+    """Damage the order in an envelope that is in order."""
+    envelope = envelope_of(order)
+    envelope.parts = [flipped(envelope.parts[0])]
+    order.content["aqg"] = pack(envelope)
+
+
+def obeyed_before(federation, order):
+    federation.grid.call(18, on_the_wire(order))
+
+
 STRANGERS = {50: {"partition-id": 1}, 51: {"partition-id": 7}, 52: {}}
 
 
@@ -235,6 +247,12 @@ FAULTS = {
         ordered(changed(public=lambda _: bytes(4))),
         SENT_AGAIN,
         "the server says",
+    ),
+    "a damaged order": (ordered(strike_within), SENT_AGAIN, "terms of the run are not known"),
+    "an order delivered twice": (
+        ordered(obeyed_before),
+        REJECTED,
+        "it has answered a later order already",
     ),
     "orders that cannot be read": (
         ordered(strike, range(1, 5)),
