@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -271,35 +271,27 @@ class Buffered(OuterStrategy):
         return result
 
 
-class _Begun(NamedTuple):
-    """A message on its way, and the round in which it was sent."""
-
-    message: Message
-    round: int
-
-
 class BufferedGrid(OuterGrid):
     """Ends rounds of training after ``size`` replies, on another grid."""
 
     def __init__(self, grid: Grid, size: int) -> None:
         super().__init__(grid)
         self._size, self._round = size, 0
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, tuple[Message, int]] = {}  # what is on its way, since which round
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Send messages to nodes that are not at work; of training, return what comes first."""
         messages = list(messages)
-        busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
+        busy = {begun.metadata.dst_node_id for begun, _ in self._begun.values()}
         idle = [message for message in messages if message.metadata.dst_node_id not in busy]
         if not any(kind_of(message) == "train" for message in messages):
             return self.inner.send_and_receive(idle, timeout=timeout)
         self._round += 1
         pushed = set(self.inner.push_messages(idle))
-        for message in idle:
-            if message.metadata.message_id in pushed:
-                self._begun[message.metadata.message_id] = _Begun(message, self._round)
+        begun = {message.metadata.message_id: (message, self._round) for message in idle}
+        self._begun |= {name: each for name, each in begun.items() if name in pushed}
         models = {message.metadata.dst_node_id: message for message in messages}
         replies = self._wait(models, timeout)
         text = "Buffered: round %d ends with %d replies; %d nodes are at work"
@@ -308,9 +300,9 @@ class BufferedGrid(OuterGrid):
 
     def finish(self) -> None:
         """Log whose replies come too late for the run."""
-        for begun in self._begun.values():
+        for begun, number in self._begun.values():
             text = "Buffered: node %d, at work since round %d, is late"
-            logger.info(text, begun.message.metadata.dst_node_id, begun.round)
+            logger.info(text, begun.metadata.dst_node_id, number)
 
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
@@ -323,23 +315,23 @@ class BufferedGrid(OuterGrid):
                     continue
                 if not reply.has_error():
                     num_valid += 1
-                    self._bring_up_to_date(reply, begun, models)
+                    self._bring_up_to_date(reply, *begun, models)
                 replies.append(reply)
             if num_valid >= self._size:
                 break
         return replies
 
     def _bring_up_to_date(
-        self, reply: Message, begun: _Begun, models: Mapping[int, Message]
+        self, reply: Message, begun: Message, number: int, models: Mapping[int, Message]
     ) -> None:
         """Let a late reply be one to this round's model."""
-        age, node = self._round - begun.round, begun.message.metadata.dst_node_id
+        age, node = self._round - number, begun.metadata.dst_node_id
         if not age:
             return
         weight = age_weight(age)
         now = models.get(node) or next(iter(models.values()))
         for name, record in reply.content.array_records.items():
-            old, new = (sent.content.get(name) for sent in (begun.message, now))
+            old, new = (sent.content.get(name) for sent in (begun, now))
             if not isinstance(old, ArrayRecord) or not isinstance(new, ArrayRecord):
                 continue  # no model of the server's
             if all(map(is_readable, (record, old, new))) and _shapes(record) == _shapes(old):
@@ -350,10 +342,7 @@ class BufferedGrid(OuterGrid):
         logger.info(
             "Buffered: node %d began in round %d; its update is relative to the model it had then, "
             "and counts %.2f in round %d",
-            node,
-            begun.round,
-            weight,
-            self._round,
+            *(node, number, weight, self._round),
         )
 
 

@@ -164,29 +164,24 @@ class CompressedGrid(OuterGrid):
         self.counts = Counts()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages, asked = list(messages), set[int]()
-        phases: list[dict[str, Phase] | None] = []
+        messages, asked, phases = list(messages), set[int](), dict[int, dict[str, Phase]]()
         published: dict[str, tuple[ArrayRecord, Phase]] = {}
-        for message in messages:
+        for place, message in enumerate(messages):
             node = message.metadata.dst_node_id
-            if kind_of(message) not in _KINDS or not message.has_content() or node in asked:
-                phases.append(None)
-                continue
-            asked.add(node)
-            phases.append(self._publish(message, published))
-        sent = [
-            message if phase is None else self._compress(message, phase)
-            for message, phase in zip(messages, phases, strict=True)
-        ]
+            if kind_of(message) in _KINDS and message.has_content() and node not in asked:
+                asked.add(node)
+                phases[place] = self._publish(message, published)
+        sent = list(messages)
+        for place, found in phases.items():  # all are published before the first is written
+            sent[place] = self._compress(messages[place], found)
         identifiers = list(self.inner.push_messages(sent))
-        now = time.time()
+        now, taken = time.time(), set(identifiers)
         self._open = {i: s for i, s in self._open.items() if _expiry(s.message) > now}
-        taken = set(identifiers)
-        for message, own, phase in zip(sent, messages, phases, strict=True):
-            identifier = message.metadata.message_id
-            if phase is not None and identifier in taken:
-                name_message(own, identifier)
-                self._open[identifier] = _Sent(own, phase, identifier)
+        for place, found in phases.items():
+            identifier = sent[place].metadata.message_id
+            if identifier in taken:
+                name_message(messages[place], identifier)
+                self._open[identifier] = _Sent(messages[place], found, identifier)
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
