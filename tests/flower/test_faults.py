@@ -208,7 +208,7 @@ FAULTS = {
     "a damaged frame": (
         replied(lambda reply: change_reply(reply, frame=flipped(reply_in(reply).frame))),
         REJECTED,
-        "reference",
+        "",
     ),
     "a reply to another round": (
         replied(lambda reply: change_reply(reply, round=1)),
