@@ -24,6 +24,7 @@ from tests.flower.small_app import (
     make_app,
     unevaluated,
 )
+from tests.flower.test_dropin_faults import changed_in, with_metric
 
 
 class SlowGrid(MemoryGrid):
@@ -173,6 +174,18 @@ def test_it_works_compressed(strategy, recipe):
     assert np.ptp(averaged) == 0
     assert 0.5 < averaged[0] < 1.5  # nodes have 1/3 to 4/3, and late ones count by their change
     assert own == pytest.approx(averaged, rel=0.01)  # in half precision
+
+
+def test_replies_are_compared_in_every_round():
+    """FedAvg ends with an error where one has other metrics; many examples would be the model."""
+    odd = (
+        changed_in({2}, with_metric("loss", None)),
+        changed_in({4}, with_metric("num-examples", 10**9)),
+    )
+    strategy = Compressed(Buffered(FedAvg(**unevaluated()), size=4))
+    result = run(strategy, SlowGrid(make_app([aqg_mod, *odd]), (1,) * 4), 6)
+    assert strategy.counts.refused == {101: 2}
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_default_recipe_is_that_of_the_strategy_inside():

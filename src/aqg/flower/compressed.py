@@ -306,19 +306,23 @@ class BufferedGrid(OuterGrid):
 
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
-        replies: list[Message] = []
+        replies, answered = list[Message](), dict[str, Message]()
         num_valid = 0
         for found in replies_to(self.inner.pull_messages, set(self._begun), timeout):
             for reply in found:
-                begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
+                identifier = reply.metadata.reply_to_message_id
+                begun = self._begun.pop(identifier, None)
                 if begun is None:
                     continue
+                answered[identifier] = begun[0]
                 if not reply.has_error():
                     num_valid += 1
                     self._bring_up_to_date(reply, *begun, models)
                 replies.append(reply)
             if num_valid >= self._size:
                 break
+        if isinstance(self.inner, CompressedGrid):
+            return self.inner.compared(replies, answered)
         return replies
 
     def _bring_up_to_date(

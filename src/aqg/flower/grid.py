@@ -202,7 +202,7 @@ class CompressedGrid(OuterGrid):
         """Send messages and return their replies, once all are there or the time is over."""
         before = self.counts.train + self.counts.evaluate
         identifiers = set(self.push_messages(messages))
-        sent = {i: self._open[i] for i in identifiers if i in self._open}
+        sent = {i: self._open[i].message for i in identifiers if i in self._open}
         replies = [
             r for found in replies_to(self.pull_messages, identifiers, timeout) for r in found
         ]
@@ -211,6 +211,13 @@ class CompressedGrid(OuterGrid):
         moved = self.counts.train + self.counts.evaluate - before
         if moved.up or moved.down:
             logger.info("aqg: %s", moved)
+        return self.compared(replies, sent)
+
+    def compared(self, replies: list[Message], sent: Mapping[str, Message]) -> list[Message]:
+        """Return a round's replies, with errors for those that will not do beside the others.
+
+        ``sent`` has the messages, by the identifiers that replies name.
+        """
         answered = {_answers(r): r for r in replies if not r.has_error() and _answers(r) in sent}
         reasons = self.checks.compare({i: reply.content for i, reply in answered.items()})
         for i, why in reasons.items():
@@ -363,9 +370,10 @@ class CompressedGrid(OuterGrid):
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
-            return self._refused(sent, str(error))
+            return self._refused(sent.message, str(error))
         except Exception as error:  # whatever a node sends, the run goes on
-            return self._refused(sent, f"its reply cannot be read: {type(error).__name__}: {error}")
+            why = f"its reply cannot be read: {type(error).__name__}: {error}"
+            return self._refused(sent.message, why)
         for part in taken:  # nothing has changed before
             part.commit()
         made = sum(part.channel.num_bytes for part in taken if part.channel.makes_model)
@@ -457,20 +465,22 @@ class CompressedGrid(OuterGrid):
         self.counts.nodes[sent.node].lost += 1
         is_late = any(p.channel.version != p.version for p in sent.phases.values())
         if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
-            return self._refused(sent, f"it cannot follow the model: {why}")
+            return self._refused(sent.message, f"it cannot follow the model: {why}")
         again = self._compress(sent.message, sent.phases)
         taken = list(self.inner.push_messages([again]))
         if not taken or taken[0] is None:
-            return self._refused(sent, "the whole model could not be sent to it")
+            return self._refused(sent.message, "the whole model could not be sent to it")
         self._open[taken[0]] = sent._replace(repeats=sent.repeats + 1)
         self._renamed[sent.identifier] = taken[0]
         return None
 
-    def _refused(self, sent: _Sent, reason: str) -> Message:
-        self.counts.nodes[sent.node].refused += 1
-        text = f"node {sent.node}: {plain(reason, _LONGEST)}"
+    def _refused(self, message: Message, reason: str) -> Message:
+        """Return the error in place of a reply to a message."""
+        node = message.metadata.dst_node_id
+        self.counts.nodes[node].refused += 1
+        text = f"node {node}: {plain(reason, _LONGEST)}"
         logger.warning("%s", text)
-        return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=sent.message)
+        return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=message)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
