@@ -81,6 +81,11 @@ def test_one_client_app_serves_both_servers_and_skips(tmp_path):
     assert any(0 in row["widths"] for row in rows)  # some had nothing to say
     assert len(rows) == 12
     assert rows[0]["download_bytes"] > 4 * 4 * FROZEN.size > 20 * rows[-1]["download_bytes"]
+    traffic = result.traffic
+    assert sum(row["upload_bytes"] for row in rows) == traffic.train.up
+    assert sum(row["download_bytes"] for row in rows) == traffic.train.down
+    assert traffic.nodes.keys() == grid.node_configs.keys()
+    assert traffic.evaluate.up > 0
 
 
 def rows_of(path):
