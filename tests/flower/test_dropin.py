@@ -26,9 +26,8 @@ from aqg.flower.grid import CompressedGrid
 from aqg.wire.varint import write_varint
 
 from tests import commands
-from tests.flower import own_messages
 from tests.flower.memory_grid import MemoryGrid
-from tests.flower.own_messages import change_metrics, change_reply, flipped
+from tests.flower.own_messages import change_metrics, change_reply, flipped, parts_of, put
 from tests.flower.small_app import (
     FROZEN,
     NUM_CLIENTS,
@@ -314,9 +313,7 @@ def test_several_records_and_low_level_grids():
 
     def spoil(node, reply):
         if (node, inner.rounds[node]) == (101, 3):
-            found = own_messages.envelope_of(reply)
-            found.parts[1] = flipped(found.parts[1])
-            reply.content["aqg"] = envelope.pack(found)
+            put(reply, flipped(parts_of(reply)[1]), 1)
         return reply
 
     inner = make_grid(app_answering(answer), 2, answer=spoil)

@@ -21,6 +21,8 @@ from tests.flower.own_messages import (
     envelope_of,
     flipped,
     order_in,
+    parts_of,
+    put,
     reply_in,
 )
 
@@ -171,10 +173,7 @@ def strike(_, order):
 
 
 def strike_within(_, order):
-    """Damage the order in an envelope that is in order."""
-    envelope = envelope_of(order)
-    envelope.parts = [flipped(envelope.parts[0])]
-    order.content["aqg"] = pack(envelope)
+    put(order, flipped(parts_of(order)[0]))
 
 
 def obeyed_before(federation, order):

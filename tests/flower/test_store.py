@@ -18,12 +18,12 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of, unpack
+from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import reply_from_bytes
 from aqg.protocol.store import DirectoryVault
 
-from tests.flower.own_messages import ANY
+from tests.flower.own_messages import ANY, parts_of
 from tests.flower.small_app import NUM_CLIENTS, everyone, first_arrays, make_app
 from tests.flower.test_dropin import make_grid
 
@@ -90,7 +90,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             phase = channel.publish({}, is_train=True)
             part, is_full = channel.order(NODE, evaluate=False)
             envelope, content = Envelope(), {}
-            envelope.add_model("arrays", FULL if is_full else COMPRESSED, part)
+            envelope.add("arrays", FULL if is_full else COMPRESSED, part)
             if is_full:
                 content["arrays"] = record_of(channel.copied().items())
             message = Message(
@@ -102,7 +102,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             peak = tracemalloc.get_traced_memory()[1] / (4 * length)
         finally:
             tracemalloc.stop()
-        channel.take(NODE, phase, unpack(reply.content).parts[0]).commit()
+        channel.take(NODE, phase, parts_of(reply)[0]).commit()
         channel.step({0}, is_step=True)
     # The model in the message, the mirror and its direction, the gradient, what is sent of it,
     # its levels, and the next mirror and direction; not all at a time.

@@ -332,14 +332,14 @@ class CompressedGrid(OuterGrid):
             if name in phases:
                 channel = phases[name].channel
                 order, is_full = channel.order(node, kind == "evaluate")
-                envelope.add_model(name, FULL if is_full else COMPRESSED, order)
+                envelope.add(name, FULL if is_full else COMPRESSED, order)
                 if is_full:
                     beside[name] = self._copied(name, channel)
             elif isinstance(record, ArrayRecord):
-                envelope.records.append((name, BESIDE, None))
+                envelope.add(name, BESIDE)
                 beside[name] = record
             else:
-                envelope.add(name, record)
+                envelope.add_small(name, record)
                 if node not in self._equipped:  # it may lack the mod, and must still understand
                     beside[name] = record
         envelope.says_version = node not in self._equipped
@@ -389,13 +389,13 @@ class CompressedGrid(OuterGrid):
         if RECORD not in content:
             return self._unpack_plain(sent, content), []
         envelope, node = unpack(content), sent.node
-        parts, records, taken = iter(envelope.parts), dict[str, Any](), []
-        for name, kind, values in envelope.records:
+        records, taken = dict[str, Any](), []
+        for name, kind, given in envelope.records:
             if kind == COMPRESSED:
                 phase = sent.phases.get(name)
                 if phase is None:
                     raise MessageError(f"it sent a model {name!r}, for which it was not asked")
-                taken.append(phase.channel.take(node, phase, next(parts)))
+                taken.append(phase.channel.take(node, phase, given))
                 if not phase.channel.makes_model:  # else the reply itself is what counts
                     records[name] = record_of(taken[-1].tensors())
             elif kind == BESIDE:
@@ -408,7 +408,7 @@ class CompressedGrid(OuterGrid):
             elif kind in (FULL, ENDED):
                 raise MessageError(f"it sent an order for {name!r}")
             else:
-                records[name] = envelope.small(kind, values)
+                records[name] = envelope.small(kind, given)
         self._equipped.add(node)
         for phase in sent.phases.values():
             phase.channel.note(node, phase)

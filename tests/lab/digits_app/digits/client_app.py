@@ -8,10 +8,9 @@ from flwr.supernode.runtime import run_clientapp
 
 from aqg.flower import make_client_app
 from aqg.flower.demo import digits_task
-from aqg.flower.envelope import unpack
 from aqg.protocol.store import ClientStore
 
-from tests.flower.own_messages import reply_in
+from tests.flower.own_messages import parts_of, reply_in
 
 FOREVER = 1e6
 SHORTEST_UPLOAD = 10
@@ -20,7 +19,7 @@ SHORTEST_UPLOAD = 10
 
 def misbehave(message, context, call_next):
     """Look for an order beside the state directory, and carry it out with the next upload."""
-    is_order = message.metadata.message_type == "train" and unpack(message.content).parts
+    is_order = message.metadata.message_type == "train" and parts_of(message)
     if not is_order:  # the server evaluates, or asks a node to introduce itself
         return call_next(message, context)
     state = Path(str(context.node_config["aqg-state-dir"]))
