@@ -5,11 +5,12 @@ import logging
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
 
 from aqg.flower import Buffered, Compressed, aqg_mod
+from aqg.flower.compressed import checks_of
 
 from tests.flower.small_app import (
     NUM_CLIENTS,
@@ -60,6 +61,12 @@ def with_metric(name, value):
     return change
 
 
+def with_one_row(content):
+    """NumPy would add it to every row."""
+    row = Array(np.zeros(10, np.float32))
+    content["arrays"] = ArrayRecord({**content["arrays"], "layer.weight": row})
+
+
 def with_two_metrics(content):
     content["more"] = MetricRecord({"num-examples": 3})
 
@@ -82,6 +89,8 @@ BAD = [
     (with_metric("num-examples", None), "is None; it must be a number"),
     (with_metric("loss", None), "differs from most others in metric 'loss'"),
     (with_metric("more", 1.0), "differs from most others in metric 'more'"),
+    (with_metric("loss", [0.5, 0.5]), "differs from most others in metric 'loss'"),
+    (with_one_row, "differs from most others in array 'layer.weight' (10,)"),
     (with_two_metrics, "2 MetricRecords; it must have one"),
     (with_metric("num-examples", 10**9), "others together have 80"),
 ]
@@ -112,6 +121,16 @@ def test_evaluation_is_checked_as_well(change):
     result = run(strategy, make_grid(app), rounds=3)
     assert strategy.counts.refused == {ODD: 1}
     assert np.isfinite(result.evaluate_metrics_clientapp[2]["distance"])
+
+
+def test_lists_may_differ_in_length_where_they_are_not_averaged():
+    replies = {
+        str(n): RecordDict({"metrics": MetricRecord({"num-examples": 1, "losses": [0.5] * n})})
+        for n in (1, 2, 3)
+    }
+    own = FedAvg(train_metrics_aggr_fn=lambda records, key: MetricRecord({"n": len(records)}))
+    assert not checks_of(own).compare(replies)
+    assert len(checks_of(FedAvg()).compare(replies)) == 2
 
 
 def test_nobody_has_examples(caplog):

@@ -137,7 +137,7 @@ def test_any_metrics_are_averaged_by_examples_and_nan_is_refused(tmp_path, caplo
         number = int(message.content["config"]["server-round"])
         own = {"own": 1.0} if client == 3 else {}
         score = math.nan if (client, number) == (1, 2) else float(client)
-        return trained(message, client, train_loss=0.25, score=score, **own)
+        return trained(message, client, train_loss=0.25, score=score, curve=[1.0, 2.0], **own)
 
     with caplog.at_level(logging.INFO, logger="flwr.aqg"):
         result = run(tmp_path, make_grid(own_app(answer)), 3)
@@ -153,6 +153,7 @@ def test_any_metrics_are_averaged_by_examples_and_nan_is_refused(tmp_path, caplo
     others = np.average([0.0, 2.0, 3.0], weights=SIZES[[0, 2, 3]])
     assert result.train_metrics_clientapp[2]["score"] == pytest.approx(others)
     assert "train_score 2" in caplog.text
+    assert caplog.text.count("metric 'curve' is a list") == 1
     # The app has no handler for evaluation: the last loss of training is the final one.
     assert result.evaluate_metrics_clientapp == {}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
@@ -41,6 +41,8 @@ _AVERAGING = (
     strategies.FedYogi,
     strategies.FedProx,
 )
+_MEANS = {kind.aggregate_train for kind in _AVERAGING}
+"""How models are aggregated by their mean."""
 
 
 class OuterStrategy(Strategy):
@@ -161,7 +163,7 @@ def own_recipe(strategy: Strategy) -> str:
     good where the mean itself is the step.
     """
     strategy = unbuffered(strategy)
-    if type(strategy).aggregate_train not in {kind.aggregate_train for kind in _AVERAGING}:
+    if type(strategy).aggregate_train not in _MEANS:
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
     return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
@@ -177,22 +179,25 @@ def checks_of(strategy: Strategy) -> Checks:
         inner = getattr(inner, "strategy", None)
         if not isinstance(inner, Strategy):
             return Checks()
-    return AverageChecks(inner.weighted_by_key)
+    return AverageChecks(inner)
 
 
 class AverageChecks(Checks):
     """Refuses replies that Flower's FedAvg, and what is made from it, could not use.
 
     They end the run where a reply has more than one record of a kind, where replies have other
-    metrics or arrays than the rest, and where all weights are zero; and a single node that says it
-    has a million times the examples of all others would be the model.
-
-    Args:
-        key: the metric that says how many examples a node has.
+    metrics or arrays than the rest, or others of another size, and where all weights are zero; and
+    a single node that says it has a million times the examples of all others would be the model.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, strategy: strategies.FedAvg) -> None:
+        self._key = strategy.weighted_by_key  # the metric that says how many examples a node has
+        functions = strategy.train_metrics_aggr_fn, strategy.evaluate_metrics_aggr_fn
+        # of which kind of record means are taken: they must have one size
+        self._are_averaged = {
+            "array": type(strategy).aggregate_train in _MEANS,
+            "metric": all(f.__module__.startswith("flwr.") for f in functions),
+        }
 
     def check(self, content: RecordDict, is_train: bool) -> None:
         metrics, arrays = list(content.metric_records.values()), content.array_records
@@ -209,7 +214,7 @@ class AverageChecks(Checks):
 
     def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:
         key, reasons, weights = self._key, dict[str, str](), dict[str, float]()
-        held = {answers: _names_in(content) for answers, content in contents.items()}
+        held = {answers: self._forms(content) for answers, content in contents.items()}
         most = Counter(held.values()).most_common(1)[0][0] if held else frozenset()
         for answers, content in contents.items():
             if held[answers] != most:
@@ -227,15 +232,22 @@ class AverageChecks(Checks):
                 reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
         return reasons
 
+    def _forms(self, content: RecordDict) -> frozenset[str]:
+        """Return what is in a reply, with the size of what is averaged."""
+        kinds: Any = {"array": content.array_records, "metric": content.metric_records}
+        return frozenset(
+            f"{kind} {key!r}{_size_of(value) if self._are_averaged[kind] else ''} of {name!r}"
+            for kind, records in kinds.items()
+            for name, record in records.items()
+            for key, value in record.items()
+        )
 
-def _names_in(content: RecordDict) -> frozenset[str]:
-    kinds = {"array": content.array_records, "metric": content.metric_records}
-    return frozenset(
-        f"{kind} {key!r} of {name!r}"
-        for kind, records in kinds.items()
-        for name, record in records.items()  # type: ignore[attr-defined]
-        for key in record
-    )
+
+def _size_of(value: object) -> str:
+    """Say how large a value is; arrays of whole numbers, such as bytes, are of any size."""
+    if isinstance(value, Array) and "float" in value.dtype:
+        return f" {tuple(value.shape)}"
+    return f" ({len(value)} numbers)" if isinstance(value, list) else ""
 
 
 class Buffered(OuterStrategy):

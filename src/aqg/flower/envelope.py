@@ -237,15 +237,13 @@ def record_of(values: Iterable[tuple[str, Tensor]]) -> ArrayRecord:
 
 
 def numbers_in(content: RecordDict) -> dict[str, float]:
-    """Return the numbers in all metrics of a reply."""
-    found: dict[str, float] = {}
-    for record in content.metric_records.values():
-        for name, value in record.items():
-            if isinstance(value, int | float):
-                found[plain(name, _LONGEST_NAME)] = float(value)
-            else:
-                logger.warning("metric %r is a list, which AQG does not average", name)
-    return found
+    """Return the numbers in all metrics of a reply; lists are left out."""
+    return {
+        plain(name, _LONGEST_NAME): float(value)
+        for record in content.metric_records.values()
+        for name, value in record.items()
+        if isinstance(value, int | float)
+    }
 
 
 def loss_in(metrics: Mapping[str, float]) -> float:

@@ -85,6 +85,7 @@ class Run(Checks):
         self._measure, self._every = measure  # before which rounds
         self._incidents: list[Incident] = []
         self._capped: set[int] = set()
+        self._lists: set[str] = set()  # metrics that were said to be lists
         self._seen: dict[int, tuple[int, int, int]] = {}  # of each node, at the end of a round
         names = ("recipe", "bits", "max_staleness", "seed", "updates", "start", "memory")
         chosen = ChannelSettings(**{name: getattr(settings, name) for name in names}, own=own)
@@ -209,9 +210,18 @@ class Run(Checks):
             elif error is not None:
                 self._note(client, *self._described(client, error.code, error.reason or ""))
             elif client in taken:
-                found[client] = numbers_in(reply.content)
+                found[client] = self._numbers_in(reply.content)
                 self.roster.num_samples[client] = found[client].get(EXAMPLES, 0.0)
         return found
+
+    def _numbers_in(self, content: RecordDict) -> dict[str, float]:
+        """Return the metrics of a reply; say once of a list that it is left out."""
+        for record in content.metric_records.values():
+            lists = {name for name, value in record.items() if isinstance(value, list)}
+            for name in sorted(lists - self._lists):
+                logger.warning("metric %r is a list, which AQG does not average", name)
+            self._lists |= lists
+        return numbers_in(content)
 
     def _described(self, client: int, code: int, reason: str) -> tuple[str, str]:
         """Return of what kind an error is, and what to say of it."""
@@ -328,7 +338,7 @@ class Run(Checks):
                 level = logging.INFO if _NO_HANDLER in reason else logging.WARNING
                 logger.log(level, "a client could not evaluate: %s", reason)
             elif client is not None:
-                found[client] = numbers_in(reply.content)
+                found[client] = self._numbers_in(reply.content)
         if not found:
             return {}, None
         clients, settings = sorted(found), self.settings
