@@ -244,8 +244,7 @@ class AverageChecks(Checks):
 
 
 def _size_of(value: object) -> str:
-    """Say how large a value is; arrays of whole numbers, such as bytes, are of any size."""
-    if isinstance(value, Array) and "float" in value.dtype:
+    if isinstance(value, Array):
         return f" {tuple(value.shape)}"
     return f" ({len(value)} numbers)" if isinstance(value, list) else ""
 
