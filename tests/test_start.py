@@ -8,8 +8,20 @@ import pytest
 from scipy import stats
 
 from aqg.errors import ConfigError, WireError
-from aqg.first_draw import CONSTANT, NORMAL, UNIFORM, Law, draw, normal_quantiles
-from aqg.start import WAYS, OtherModelError, laws_of, pack, settle, unpack
+from aqg.start import (
+    CONSTANT,
+    NORMAL,
+    UNIFORM,
+    WAYS,
+    Law,
+    OtherModelError,
+    draw,
+    laws_of,
+    normal_quantiles,
+    pack,
+    settle,
+    unpack,
+)
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

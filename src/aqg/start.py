@@ -5,19 +5,24 @@ of the message, and ``docs/explanation/first-model.md`` says which tensors are d
 only exchanged for each other where nobody can tell. A tensor counts as *fresh* when its values pass
 as independent draws of one law, and the largest singular value of a matrix is what independent
 numbers have: training leaves it larger.
+
+Draws are the same bits on every machine. They come from Philox4x64-10, a counter-based generator
+that is fixed by its publication; integers become numbers by additions, multiplications, divisions
+and square roots in double precision alone, which IEEE 754 defines to the last bit. Normal numbers
+are the quantiles of uniform ones (Wichura's algorithm AS 241, seven digits), with a logarithm made
+of the same operations: libraries' own ``log``, ``cos`` and ``exp`` differ from machine to machine.
 """
 
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, WireError
-from aqg.first_draw import CONSTANT, MAX_SEED, NORMAL, UNIFORM, Law, draw
 from aqg.protocol.digests import DIGEST_BYTES, start_digest
 from aqg.wire import sections
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
@@ -51,7 +56,35 @@ _EDGE = (-7.0, 5.0)
 """In units of its fluctuation, how far the largest singular value may be from ``√rows + √cols``;
 its mean is at -1.2, its deviation 1.3 (Tracy and Widom)."""
 
+CONSTANT, UNIFORM, NORMAL = range(3)
+MAX_SEED = 2**63 - 1
+_STREAM = 0xF125
+"""Keeps these draws apart from others of the same seed."""
+_BITS = 32
+_LOG_2 = 0.6931471805599453
+_LOG_SERIES = [1.0 / (2 * term + 1) for term in reversed(range(12))]
+"""Of the logarithm: the rest is below 1e-17 for mantissas from 0.7 to 1.4."""
+
+_CENTRAL = 0.425
+_TAIL_SHIFT = 1.6
+_A = (59.109374720, 159.29113202, 50.434271938, 3.3871327179)
+_B = (67.187563600, 78.757757664, 17.895169469, 1.0)
+_C = (0.17023821103, 1.3067284816, 2.7568153900, 1.4234372777)
+_D = (0.12021132975, 0.73700164250, 1.0)
+
 Shapes: TypeAlias = "Sequence[tuple[str, tuple[int, ...]]]"
+
+
+class Law(NamedTuple):
+    """What a fresh tensor is drawn from: a constant, a uniform or a normal distribution."""
+
+    kind: int  # `CONSTANT`, `UNIFORM` or `NORMAL`
+    center: float  # the value, the middle or the mean
+    scale: float = 0.0  # half the range, or the standard deviation; 0 of a constant
+
+    @property
+    def deviation(self) -> float:
+        return self.scale / 3**0.5 if self.kind == UNIFORM else self.scale
 
 
 class OtherModelError(WireError):
@@ -389,3 +422,47 @@ def _round_up(scales: Float64Array) -> NDArray[np.uint16]:
 
 def _from_codes(codes: NDArray[np.uint16]) -> Float64Array:
     return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def draw(law: Law, count: int, seed: int, stream: int) -> Float64Array:
+    """Return ``count`` values of a law; ``stream`` tells apart the tensors of one seed.
+
+    >>> draw(Law(NORMAL, 0.0, 1.0), 2, seed=7, stream=0).tolist()
+    [-1.7173647425310925, -1.894787537757483]
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed {seed} is not in 0..{MAX_SEED}")
+    if law.kind == CONSTANT:
+        return np.full(count, law.center)
+    generator = np.random.Philox(key=[seed, _STREAM], counter=[0, 0, 0, stream])
+    # Odd numbers over 2^33: uniform between 0 and 1, never one of them, and exact.
+    raw = generator.random_raw(count) >> np.uint64(64 - _BITS)
+    odd = (raw << np.uint64(1) | np.uint64(1)).astype(np.float64)
+    shares = odd * 2.0 ** -(_BITS + 1)
+    numbers = 2.0 * shares - 1.0 if law.kind == UNIFORM else normal_quantiles(shares)
+    return law.center + law.scale * numbers
+
+
+def normal_quantiles(shares: Float64Array) -> Float64Array:
+    """Return the points below which a standard normal number lies with these probabilities.
+
+    >>> normal_quantiles(np.array([0.5, 0.975])).round(6).tolist()
+    [0.0, 1.959964]
+    """
+    offsets = shares - 0.5
+    squares = 0.180625 - offsets * offsets
+    found = offsets * np.polyval(_A, squares) / np.polyval(_B, squares)
+    is_tail = np.abs(offsets) > _CENTRAL
+    tails = offsets[is_tail]
+    roots = np.sqrt(-_logarithm(0.5 - np.abs(tails))) - _TAIL_SHIFT
+    found[is_tail] = np.copysign(np.polyval(_C, roots) / np.polyval(_D, roots), tails)
+    return found
+
+
+def _logarithm(numbers: Float64Array) -> Float64Array:
+    mantissas, exponents = np.frexp(numbers)
+    is_small = mantissas < 0.5**0.5
+    mantissas = np.where(is_small, 2.0 * mantissas, mantissas)
+    ratios = (mantissas - 1.0) / (mantissas + 1.0)
+    series = 2.0 * ratios * np.polyval(_LOG_SERIES, ratios * ratios)
+    return (exponents - is_small) * _LOG_2 + series

@@ -77,6 +77,21 @@ def test_every_recipe_that_is_offered_works(recipe):
     assert np.allclose(model["bn.running_mean"], 0.5)
 
 
+def test_nodes_are_told_how_much_noise_a_reply_may_carry():
+    """It follows from how much the replies of the round before agreed."""
+    channel, nodes, told = (
+        Channel("run", FIRST, make_settings("auto")),
+        {0: Notes(), 1: Notes()},
+        [],
+    )
+    model = FIRST
+    for _ in range(3):
+        model = play(channel, nodes, 1, model)
+        told.append(order_from_bytes(channel.order(0, False)[0], nodes[0].terms()).noise)
+    assert min(told) > 0
+    assert len(set(told)) > 1
+
+
 def test_reading_changes_nothing_until_it_is_committed():
     channel, notes = Channel("run", FIRST, Settings(recipe="lean")), Notes()
     model = play(channel, {0: notes}, 2)

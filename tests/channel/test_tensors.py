@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aqg.channel.publishing import largest_of, measure_change
+from aqg.channel.server import largest_of, measure_change
 from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
 from aqg.core.quantizers import largest
 

@@ -29,18 +29,27 @@ def envelope_of(message):
     return Envelope.from_bytes(value if isinstance(record, ConfigRecord) else value.data)
 
 
+def parts_of(message):
+    """Return the bytes of orders or replies."""
+    return [found for *_, found in envelope_of(message).records if isinstance(found, bytes)]
+
+
 def order_in(message):
-    return order_from_bytes(envelope_of(message).parts[0], reversed(KNOWN.values()))
+    return order_from_bytes(parts_of(message)[0], reversed(KNOWN.values()))
 
 
 def reply_in(message):
-    return reply_from_bytes(envelope_of(message).parts[0], ANY)
+    return reply_from_bytes(parts_of(message)[0], ANY)
 
 
-def put(message, part):
-    """Replace an order or a reply, with checksums that fit."""
+def put(message, part, place=0):
+    """Replace an order or a reply, or its bytes, in an envelope that is in order."""
+    if not isinstance(part, bytes):
+        part = to_bytes(part, ANY if isinstance(part, Reply) else None)
     envelope = envelope_of(message)
-    envelope.parts = [to_bytes(part, ANY if isinstance(part, Reply) else None)]
+    places = [k for k, (*_, found) in enumerate(envelope.records) if isinstance(found, bytes)]
+    name, kind, _ = envelope.records[places[place]]
+    envelope.records[places[place]] = name, kind, part
     message.content[RECORD] = pack(envelope)
 
 

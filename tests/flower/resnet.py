@@ -1,11 +1,11 @@
-"""A small ResNet that learns the digits 0 to 4, split unevenly, in Flower and in the simulator."""
+"""A small ResNet that learns the digits 0 to 4, split unevenly."""
 
 from functools import cache
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, relu
+from torch.nn.functional import relu
 
 from aqg.core.recipes import make_recipe
 from aqg.data import load_dataset, parse_partition
@@ -16,8 +16,7 @@ from aqg.sim.training import LocalTraining, Training
 
 NUM_CLIENTS = 3
 NUM_CLASSES = 5
-EPOCHS, BATCH_SIZE, RATE = 2, 32, 0.05
-STEPS, SIMULATED_RATE, SIMULATED_ROUNDS = 8, 0.2, 20
+BATCH_SIZE, STEPS, SIMULATED_RATE, SIMULATED_ROUNDS = 32, 8, 0.2, 20
 
 
 class Block(nn.Module):
@@ -78,30 +77,6 @@ def load():
 
     clients = [images(digits.features[part], digits.labels[part]) for part in parts]
     return clients, images(digits.test_features, digits.test_labels)
-
-
-def train(net, client):
-    """Train in place, as any PyTorch app does."""
-    torch.set_num_threads(1)
-    images, labels = load()[0][client]
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
-    order = torch.Generator().manual_seed(client)
-    net.train()
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(labels), generator=order).split(BATCH_SIZE):
-            optimizer.zero_grad()
-            loss = cross_entropy(net(images[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
-    return loss.item()
-
-
-def accuracy(net):
-    """Return the share of test images that are right."""
-    images, labels = load()[1]
-    net.eval()
-    with torch.no_grad():
-        return (net(images).argmax(1) == labels).float().mean().item()
 
 
 def make_simulation(recipe, net, seed=0):

@@ -81,10 +81,9 @@ def test_without_faults_the_model_is_the_simulators(tmp_path, case, downlink):
 
 @pytest.mark.parametrize(("recipe", "downlink"), some_recipes("exact", "condensed"))
 def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink):
-    federation = Federation(
-        tmp_path, recipe=recipe, rounds=4, run_dir="", client_state_dir="context", downlink=downlink
-    )
-    simulation = reference(recipe, 4, downlink=resolve_downlink(downlink, make_recipe(recipe)))
+    options = {"run_dir": "", "client_state_dir": "context", "rounds": 4}
+    federation = Federation(tmp_path, recipe=recipe, downlink=downlink, **options)
+    simulation = reference(recipe, 4, downlink=make_downlink(downlink))
     assert np.array_equal(federation.run(), simulation.parameters)
 
 
@@ -104,21 +103,6 @@ records = st.one_of(
 def test_content_of_any_kind_is_read_or_refused(content):
     with pytest.raises((MessageError, WireError)):  # nobody finds a checksum by chance
         unpack(RecordDict(content))
-
-
-def test_a_second_node_with_the_same_partition_is_refused(tmp_path):
-    federation = Federation(tmp_path)
-    clean = reference("qgd", 8).parameters
-
-    strangers = {50: {"partition-id": 1}, 51: {"partition-id": 7}, 52: {}}
-    federation.grid.deliver = at(2, 11, lambda _: federation.grid.node_configs.update(strangers))
-    assert np.array_equal(federation.run(), clean)
-    assert federation.total("refused") == 3
-    incidents = [one for row in federation.rows() for one in row.get("incidents", [])]
-    texts = {one["node"]: one["text"] for one in incidents}
-    assert texts.keys() == {50, 51, 52}
-    assert texts[50] == "node 50 reports partition 1, which is node 18"
-    assert texts[51] == "node 51 reports partition 7; 0 to 2 are expected"
 
 
 HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"
@@ -157,7 +141,8 @@ def test_a_run_that_diverges_stops(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lie", "num_clients"), [(math.inf, 2), (math.nan, 3), (1e300, 2), (-1e300, 3), (1e300, 3)]
+    ("lie", "num_clients"),
+    [(math.inf, 2), (math.nan, 3), (10**400, 3), (1e300, 2), (-1e300, 3), (1e300, 3)],
 )
 def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     def answer(node, reply):
@@ -175,7 +160,7 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
         }
     lied.grid.answer = answer
     same = np.array_equal(lied.run(), honest.run())
-    assert same == math.isfinite(lie)  # what is no number is refused, and the update with it
+    assert same == (abs(lie) <= 1e300)  # what is no number is refused, and the update with it
     kind = "outlier" if same else "rejected"
     assert lied.incidents()[kind] == [(k, 1) for k in (1, 2, 3, 4)]
     assert not honest.total("outliers")
@@ -184,19 +169,12 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     assert not lied.summary["diverged"]
     assert lied.summary["final_loss"] < lied.rows()[0]["loss"]
 
-
-def test_one_liar_cannot_stop_a_run_when_it_alone_answers(tmp_path):
-    def answer(node, reply):
-        if not round_of(reply):
-            return reply
-        change_metrics(reply, loss=1e300)
-        return reply if node == 18 else None
-
-    federation = Federation(tmp_path, rounds=2)
-    federation.grid.answer = answer
-    federation.run()
-    assert [row["loss"] for row in federation.rows()] == [None] * 2
-    assert federation.incidents()["outlier"] == [(1, 1), (2, 1)]
+    # and when it alone answers
+    alone = Federation(tmp_path / "alone", rounds=2)
+    alone.grid.answer = lambda node, reply: answer(node, reply) if node == 18 else None
+    alone.run()
+    assert [row["loss"] for row in alone.rows()] == [None] * 2
+    assert alone.incidents()[kind] == [(1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +212,7 @@ def test_a_server_back_from_an_older_checkpoint_is_found_out(tmp_path, downlink)
     assert federation.agree()
 
 
-def test_a_damaged_checkpoint_is_noticed(tmp_path):
+def test_a_directory_that_cannot_be_gone_on_from_is_left_alone(tmp_path):
     federation = Federation(tmp_path, rounds=3)
     federation.run()
     federation.config["num-server-rounds"] = 4
@@ -242,26 +220,16 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path):
     arrays = federation.checkpoint
     mirrors = arrays["mirrors-0"].copy()
     mirrors[2, 5] += 1
-    write_arrays(file, arrays | {"mirrors-0": mirrors})
-    with pytest.raises(RunError, match="mirror 2 has changed"):
-        federation.run()
-    write_arrays(file, arrays | {"format": np.array(2)})
-    with pytest.raises(RunError, match="has format 2; this version of aqg reads 7"):
-        federation.run()
-
-
-def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path):
-    federation = Federation(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "rounds.jsonl").write_text("{}\n")
-    with pytest.raises(RunError, match="rounds but no checkpoint"):
-        federation.run()
-    np.savez(tmp_path / "run" / "checkpoint.npz", round=3)
-    with pytest.raises(RunError, match="not a server's"):
-        federation.run()
-    (tmp_path / "run" / "checkpoint.npz").write_bytes(b"PK")
-    with pytest.raises(RunError, match="missing or damaged"):
-        federation.run()
+    for spoil, complaint in (
+        (lambda: write_arrays(file, arrays | {"mirrors-0": mirrors}), "mirror 2 has changed"),
+        (lambda: write_arrays(file, arrays | {"format": np.array(2)}), "format 2; .* reads 7"),
+        (lambda: np.savez(file, round=3), "not a server's"),
+        (lambda: file.write_bytes(b"PK"), "missing or damaged"),
+        (file.unlink, "rounds but no checkpoint"),
+    ):
+        spoil()
+        with pytest.raises(RunError, match=complaint):
+            federation.run()
 
 
 def test_weights_follow_the_samples_of_whoever_takes_a_place(tmp_path):
@@ -288,7 +256,10 @@ def claim(samples):
     return at(range(1, 9), 18, lambda reply: change_metrics(reply, **{"num-examples": samples}))
 
 
-@pytest.mark.parametrize(("samples", "trust"), crossed([-1, 0, -(2**63), 2**53 + 1], [True, False]))
+IMPOSSIBLE = [-1, 0, -(2**63), 2**53 + 1, 0.5, [10, 20]]
+
+
+@pytest.mark.parametrize(("samples", "trust"), crossed(IMPOSSIBLE, [True, False]))
 def test_a_node_with_impossible_samples_is_refused_and_named(tmp_path, samples, trust):
     federation = Federation(tmp_path, weighting="samples", rounds=3, trust_partition_id=trust)
     federation.grid.answer = claim(samples)
@@ -323,6 +294,19 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
         federation.run()
 
 
+def test_impossible_samples_weigh_no_evaluation(tmp_path, caplog):
+    def lie(node, reply):
+        if reply.metadata.message_type == "evaluate":
+            change_metrics(reply, **{"num-examples": 1e308})
+        return reply
+
+    federation = Federation(tmp_path, weighting="samples", rounds=1)
+    federation.grid.answer = lie
+    federation.run()
+    assert "num-examples 1e+308; with weighting samples it must be 0 to" in caplog.text
+    assert federation.summary["final_loss"] == federation.rows()[-1]["loss"]
+
+
 def test_two_servers_do_not_share_a_run_directory(tmp_path):
     federation = Federation(tmp_path, rounds=2)
 
@@ -355,17 +339,14 @@ def test_too_few_replies_make_no_step(tmp_path, recipe, downlink):
 
 
 def test_a_run_that_gets_nowhere_stops_with_advice(tmp_path):
-    federation = Federation(tmp_path, max_failed_rounds=1, round_timeout=0.05)
+    federation = Federation(tmp_path, max_failed_rounds=1, round_timeout=0.05, start_timeout=0.05)
     federation.grid.answer = lambda node, reply: None if round_of(reply) > 2 else reply
     with pytest.raises(RunError, match="2 rounds in a row had fewer than 1 valid"):
         federation.run()
     federation.grid.answer = lambda node, reply: reply
     federation.run()
     assert len(federation.rows()) == 8
-
-
-def test_a_run_without_clients_says_so(tmp_path):
-    federation = Federation(tmp_path, start_timeout=0.05)
+    federation.config["num-server-rounds"] = 9
     federation.grid.node_configs.clear()
     with pytest.raises(RunError, match=r"0 clients are connected after 0\.05 s, and 1 are needed"):
         federation.run()
@@ -408,9 +389,10 @@ def test_large_models_travel_as_arrays(tmp_path, downlink):
 def test_tensorboard_shows_every_round(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    federation = Federation(tmp_path, tensorboard=True)
-    federation.run()
+    federation = Federation(tmp_path, tensorboard=True, metrics_every=3)
+    federation.run(evaluate=PROBLEM.test_accuracy)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("aqg/test_accuracy")] == [1, 4, 7]
     losses = events.Scalars("aqg/loss")
     rows = federation.rows()
     assert [event.step for event in losses] == [row["round"] for row in rows]
@@ -486,12 +468,12 @@ def test_a_bad_setting_is_named(tmp_path, change, complaint):
         federation.run()
 
 
-def test_a_missing_setting_is_named(tmp_path):
-    federation = Federation(tmp_path)
+def test_an_app_may_bring_settings_of_its_own(tmp_path):
+    federation = Federation(tmp_path, rounds=1)
     del federation.config["num-clients"]
     with pytest.raises(ConfigError, match="run-config has no num-clients"):
         federation.run()
-    federation.run(settings={"num-clients": 3})  # an app may bring its own
+    federation.run(settings={"num-clients": 3})
 
 
 def test_a_new_run_forgets_runs_that_were_left_a_month_ago(tmp_path):
@@ -520,13 +502,6 @@ def test_nodes_forget_a_run_that_ended_well(tmp_path):
     federation.grid.keeps_memories = False
     federation.run()
     assert [list(federation.place_of(client).iterdir()) for client in range(3)] == [[]] * 3
-
-
-def test_the_days_to_keep_are_checked(tmp_path):
-    federation = Federation(tmp_path, rounds=1, max_failed_rounds=1)
-    federation.grid.node_configs[11]["aqg-state-days"] = 0
-    federation.run()
-    assert federation.incidents()["error"] == [(1, 0)]
 
 
 LOCAL = LocalTraining(batch_size=2, steps=3)
@@ -560,19 +535,11 @@ def test_steps_that_set_themselves_are_the_simulators(tmp_path, recipe, particip
     federation = local_federation(tmp_path, **config)
     with pytest.raises(KilledError):
         federation.run(loggers=[Killer(7)])
-    final = federation.run()
-    chosen = make_recipe(recipe)
+    final, chosen = federation.run(), make_recipe(recipe)
     rule = resolve_step("auto", chosen, False, make_optimizer("sgd"))
     assert not isinstance(rule, Fixed)
-    simulation = reference(
-        recipe,
-        12,
-        1 / 3,
-        local=LOCAL,
-        participation=participation,
-        downlink=resolve_downlink("auto", chosen),
-        step=rule,
-    )
+    how = {"local": LOCAL, "participation": participation, "step": rule}
+    simulation = reference(recipe, 12, 1 / 3, **how, downlink=resolve_downlink("auto", chosen))
     assert np.array_equal(final, simulation.averaged)
     assert not np.array_equal(final, simulation.parameters)
     fixed = local_federation(tmp_path / "fixed", **config, step="fixed").run()
@@ -588,19 +555,15 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path):
         federation.run()
 
 
-def test_time_is_up(tmp_path):
+def test_enough_time_or_bytes(tmp_path):
     federation = Federation(tmp_path, rounds=500, max_seconds=0.5)
     federation.run()
     assert 1 <= len(federation.rows()) < 100
     assert (tmp_path / "run/model.safetensors").exists()
-
-
-def test_enough_bytes(tmp_path):
-    federation = Federation(tmp_path, rounds=100, max_bytes=8000)
+    federation = Federation(tmp_path / "bytes", rounds=100, max_bytes=8000)
     federation.run()
     totals = np.cumsum([row["total_bytes"] for row in federation.rows()])
-    assert totals[-1] >= 8000
-    assert totals[-2] < 8000
+    assert totals[-1] >= 8000 > totals[-2]
 
 
 @pytest.mark.parametrize(("monitor", "sign"), [("accuracy", 1), ("-error", -1), ("score", 1)])
@@ -615,10 +578,3 @@ def test_no_progress(tmp_path, monitor, sign):
     assert rows[4][f"test_{name}"] is None
     assert rows[0]["test_other"] == 1.0
     assert federation.summary["rounds"] == 6
-
-
-def test_which_rounds_are_measured(tmp_path):
-    federation = Federation(tmp_path, rounds=7, metrics_every=3)
-    federation.run(evaluate=PROBLEM.test_accuracy)
-    measured = [row["round"] for row in federation.rows() if "test_accuracy" in row]
-    assert measured == [1, 4, 7]

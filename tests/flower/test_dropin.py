@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import zlib
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.server import strategy as legacy
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
 
@@ -25,7 +27,7 @@ from aqg.wire.varint import write_varint
 
 from tests import commands
 from tests.flower.memory_grid import MemoryGrid
-from tests.flower.own_messages import change_reply, flipped
+from tests.flower.own_messages import change_metrics, change_reply, flipped, parts_of, put
 from tests.flower.small_app import (
     FROZEN,
     NUM_CLIENTS,
@@ -190,13 +192,16 @@ def test_krum_chooses_the_model_of_one_client():
     assert nearest < 1.2  # whose it is may change from round to round
 
 
+CLIPPING = {
+    "Fixed": (fixedclipping_mod, (0.001, 5.0, NUM_CLIENTS), {}),
+    "Adaptive": (adaptiveclipping_mod, (0.01, NUM_CLIENTS), {"clipped_count_stddev": 0.1}),
+}
+
+
 @pytest.mark.parametrize("kind", ["Fixed", soak("Adaptive")])
 def test_clipping_on_clients(kind):
     """Decoded updates are no longer than clients have made them."""
-    if kind == "Fixed":
-        inner_mod, options = fixedclipping_mod, (0.001, 5.0, NUM_CLIENTS)
-    else:
-        inner_mod, options = adaptiveclipping_mod, (0.01, NUM_CLIENTS)
+    inner_mod, given, options = CLIPPING[kind]
     wrapper = getattr(flower, f"DifferentialPrivacyClientSide{kind}Clipping")
     norms = []
 
@@ -213,59 +218,60 @@ def test_clipping_on_clients(kind):
                 norms.append(np.sqrt(sum(np.square(d).sum() for d in deltas)))
             return super().aggregate_train(server_round, replies)
 
-    more = {} if kind == "Fixed" else {"clipped_count_stddev": 0.1}
-    strategy = wrapper(Watching(**unevaluated()), *options, **more)
+    strategy = wrapper(Watching(**unevaluated()), *given, **options)
     result = run(Compressed(strategy), make_grid(make_app([aqg_mod, inner_mod])))
     assert len(norms) == 12 * NUM_CLIENTS
-    if kind == "Fixed":
-        assert max(norms) <= 5.0 * 1.0001
+    assert kind == "Adaptive" or max(norms) <= 5.0 * 1.0001
     assert distance(result.arrays) < 3.0
 
 
-def test_config_metrics_and_evaluation_are_as_before():
+def test_all_is_as_before_but_the_bytes(caplog):
+    """Configs, metrics, evaluation and what is not trained; and the result says what moved."""
+    caplog.set_level(logging.INFO)
     seen, evaluated = [], []
 
     def evaluate_fn(number, arrays):
         evaluated.append((number, distance(arrays)))
         return MetricRecord({"distance": distance(arrays)})
 
-    strategy = Compressed(FedAvg(**everyone()))
+    config = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
     result = run(
-        strategy,
+        Compressed(FedAvg(**everyone())),
         make_grid(make_app([aqg_mod], seen=seen)),
-        rounds=3,
-        train_config=ConfigRecord({"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}),
+        rounds=4,
+        train_config=ConfigRecord(config),
         evaluate_config=ConfigRecord({"batches": 3}),
         evaluate_fn=evaluate_fn,
     )
-    assert [number for number, _ in evaluated] == [0, 1, 2, 3]
-    assert len(seen) == 3 * NUM_CLIENTS
-    for place, (_, config, names) in enumerate(seen):
-        number = 1 + place // NUM_CLIENTS
-        expected = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
-        assert config == expected | {"server-round": number}
+    assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4]
+    assert len(seen) == 4 * NUM_CLIENTS
+    for place, (_, told, names) in enumerate(seen):
+        assert told == config | {"server-round": 1 + place // NUM_CLIENTS}
         assert names == ["arrays", "config"]
-        assert type(config["lr"]) is float
-    assert set(result.train_metrics_clientapp[3]) == {"loss", "start"}
-    distances = [result.evaluate_metrics_clientapp[n]["distance"] for n in (1, 2, 3)]
+        assert type(told["lr"]) is float
+    assert set(result.train_metrics_clientapp[4]) == {"loss", "start"}
+    distances = [result.evaluate_metrics_clientapp[n]["distance"] for n in (1, 2, 3, 4)]
     # What clients evaluate is the public copy, which is near the server's model.
     assert abs(distances[-1] - evaluated[-1][1]) < 0.2
-
-
-def test_what_is_not_trained():
-    """Frozen tensors and counters travel once, statistics in half precision."""
-    strategy = Compressed(FedAvg(**everyone()))
-    result = run(strategy, rounds=4)
-    arrays = result.arrays
-    # Flower's average of equal numbers is off in the last place.
+    arrays, traffic = result.arrays, result.traffic
+    # Frozen tensors and counters travel once, statistics in half precision. Flower's average of
+    # equal numbers is off in the last place.
     assert np.allclose(arrays["layer.frozen"].numpy(), FROZEN, rtol=1e-6)
     assert int(arrays["bn.num_batches_tracked"].numpy()) == 0
     expected = np.average(np.arange(1, 5) / 3, weights=[10, 20, 30, 40])
     assert np.allclose(arrays["bn.running_mean"].numpy(), expected, rtol=2**-10)
     # Once the whole record of 21 kB for each node; after that next to nothing.
     whole = sum(len(array.data) for array in first_arrays().values())
-    assert strategy.counts.train.down < NUM_CLIENTS * (whole + 6000)
-    assert strategy.counts.train.up < 4 * NUM_CLIENTS * 600
+    assert traffic.train.down < NUM_CLIENTS * (whole + 6000)
+    assert traffic.train.up < 4 * NUM_CLIENTS * 600
+    assert set(traffic.nodes) == {100, 101, 102, 103}
+    for counts in traffic.nodes.values():
+        assert 0 < counts.train.up < counts.train.plain_up
+        assert 0 < counts.evaluate.down < counts.evaluate.plain_down
+        assert counts.evaluate.up
+    assert traffic.train.up == sum(c.train.up for c in traffic.nodes.values())
+    for text in f"training took {traffic.train}", f"evaluation took {traffic.evaluate}":
+        assert f"aqg: {text}" in caplog.messages
 
 
 @pytest.mark.parametrize("mods", [[aqg_mod], []], ids=["with the mod", "without"])
@@ -296,7 +302,7 @@ def test_tensors_can_be_left_out(options):
 
 
 def test_several_records_and_low_level_grids():
-    """Two models in one message, by a loop of the user's own over the grid."""
+    """Two models in one message, by a user's own loop; a reply is taken whole or not at all."""
 
     def answer(message, _context):
         content = {}
@@ -305,17 +311,51 @@ def test_several_records_and_low_level_grids():
             content[name] = ArrayRecord({"w": Array(values + (1 + place) * (1 - values))})
         return content | {"extra": ArrayRecord({"other": Array(np.ones(3))})}
 
-    grid = CompressedGrid(make_grid(app_answering(answer), 2), Settings(recipe="lean"))
+    def spoil(node, reply):
+        if (node, inner.rounds[node]) == (101, 3):
+            put(reply, flipped(parts_of(reply)[1]), 1)
+        return reply
+
+    inner = make_grid(app_answering(answer), 2, answer=spoil)
+    grid = CompressedGrid(inner, Settings(recipe="lean"))
     models = {name: np.zeros(500, np.float32) for name in ("model", "control")}
-    for _ in range(8):
+    for number in range(1, 10):
         content = RecordDict({n: ArrayRecord({"w": Array(v)}) for n, v in models.items()})
         messages = [Message(content, node, "train") for node in grid.get_node_ids()]
+        before = dict(grid.channels["model"]._peers) if grid.channels else {}
         replies = list(grid.pull_messages(grid.push_messages(messages)))
-        assert [list(reply.content) for reply in replies] == [["model", "control", "extra"]] * 2
+        good = [reply for reply in replies if not reply.has_error()]
+        assert len(good) == (1 if number == 3 else 2)
+        assert number != 3 or grid.channels["model"]._peers[101] is before[101]
+        assert [list(r.content) for r in good] == [["model", "control", "extra"]] * len(good)
         for name in models:
-            models[name] = np.mean([r.content[name]["w"].numpy() for r in replies], axis=0)
+            models[name] = np.mean([r.content[name]["w"].numpy() for r in good], axis=0)
             models[name] = models[name].astype(np.float32)
     assert np.abs(models["model"] - 1).max() < 0.05
+
+
+class Mine(legacy.FedTrimmedAvg):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "complaint"),
+    [
+        ("FedAvg", {}, "strategy is a str; it must be a Strategy"),
+        (legacy.FedAvg(), {}, r"use flwr\.serverapp\.strategy\.FedAvg$"),
+        (Mine(), {}, r"use flwr\.serverapp\.strategy\.FedTrimmedAvg$"),
+        (FedAvg(), {"recipe": "corse"}, r"defaults are auto, .* and lean, .* also .*stc"),
+        (FedAvg(), {"recipe": "auto:keep=0.1"}, "no option 'keep'; it has: share, noise"),
+        (FedAvg(), {"recipe": "auto:noise=nan"}, "noise is nan; it must be above 0"),
+        *(
+            (FedAvg(), {"downlink": name}, r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$")
+            for name in ("none", "exact", "full")
+        ),
+    ],
+)
+def test_settings_that_do_not_work_are_told_what_does(strategy, options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Compressed(strategy, **options)
 
 
 def test_it_must_be_the_outermost():
@@ -323,16 +363,6 @@ def test_it_must_be_the_outermost():
     outer = flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, NUM_CLIENTS)
     with pytest.raises(ConfigError, match="outermost"):
         run(outer)
-    with pytest.raises(ConfigError, match="must be a Strategy"):
-        Compressed("FedAvg")
-    with pytest.raises(ConfigError, match="unknown recipe"):
-        Compressed(FedAvg(), recipe="zip")
-    with pytest.raises(ConfigError, match="no option 'keep'; it has: share, noise"):
-        Compressed(FedAvg(), recipe="auto:keep=0.1")
-    with pytest.raises(ConfigError, match="noise is nan; it must be above 0"):
-        Compressed(FedAvg(), recipe="auto:noise=nan")
-    with pytest.raises(ConfigError, match="here it is 'condensed'"):
-        Compressed(FedAvg(), downlink="full")
 
 
 # What can go wrong.
@@ -348,79 +378,55 @@ def rewritten(change):
     return apply
 
 
-def forged(**fields):
-    """Return what changes fields of a reply, with checksums that fit."""
-    return lambda reply: change_reply(reply, **fields)
+def hostile(row):
+    """Return what puts some rows into an envelope with a right checksum."""
+    coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=envelope._WORDS)
+    head = coder.compress(b'["",' + row + b"]") + coder.flush()
+    body = bytes([envelope._WITH_VERSION]) + write_varint(len(head)) + head
+    body += write_varint(3) + b"abc" if row.endswith((b'"a"]]', b'"f"]]')) else b""
+    return rewritten(lambda _: body + zlib.crc32(body).to_bytes(4, "little"))
 
 
-@pytest.mark.parametrize(
-    ("change", "text", "recipe"),
-    [
-        (rewritten(flipped), "damaged", "lean"),
-        (rewritten(lambda data: b"\xa1" + data[1:]), "same version of aqg", "lean"),
-        (rewritten(lambda data: data[:-20]), "damaged", "auto"),
-        (rewritten(lambda data: data + bytes(10_000_000)), "damaged", "lean"),
-        (lambda reply: reply.content.pop("aqg"), "without the mod", "auto"),
-        (forged(frame=bytes(8_000)), "the frame has 8000 bytes", "auto"),
-        (forged(frame=bytes(8_000)), "the frame has 8000 bytes", "lean"),
-        (forged(statistics=b"\xff" * 9), "tensors", "lean"),
-    ],
-)
-def test_bad_replies_are_refused_by_name(change, text, recipe, caplog):
-    """They are counted, cost one client's part of a round, and nothing is lost."""
-    strategy = Compressed(FedAvg(**unevaluated()), recipe=recipe)
-    grid = make_grid()
+FORGED = [
+    (rewritten(flipped), "damaged"),
+    (rewritten(lambda data: b"\xa1" + data[1:]), "same version of aqg"),
+    (rewritten(lambda data: data[:-20]), "damaged"),
+    (rewritten(lambda data: data + bytes(10_000_000)), "damaged"),
+    (lambda reply: reply.content.pop("aqg"), "without the mod"),
+    (lambda reply: change_reply(reply, frame=bytes(8_000)), "the frame has 8000 bytes"),
+    (lambda reply: change_reply(reply, statistics=b"\xff" * 9), "tensors"),
+    (lambda reply: change_metrics(reply, loss=10**400), "'loss' of its record 'metrics' is 1000"),
+    (hostile(b'[["arrays","f"]]'), "it sent an order for 'arrays'"),
+    (hostile(b'[["arrays","a"]]'), "3 bytes are too few"),
+    (hostile(b'[["arrays","x"],["arrays","x"]]'), "has no arrays 'arrays', which it announces"),
+    (hostile(b'[["metrics","m",{"num-examples":null}]]'), "cannot be read"),
+    (hostile(b'[["metrics","m",{"num-examples":{"bytes":"!"}}]]'), "holds bytes that cannot"),
+    (hostile(b'[["other","a"]]'), "a model 'other', for which it was not asked"),
+    (hostile(b"[" * 100_000 + b"]" * 100_000), "the head of the envelope cannot be read"),
+    (hostile(b"[[]]"), "the head of the envelope cannot be read"),
+    (hostile(b"{}"), "has 0 MetricRecords"),
+    (hostile(b"\xff\xfe"), "the head of the envelope cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "bound"), [("lean", 0.1), ("auto", FLOOR)])
+def test_bad_replies_are_refused_by_name(recipe, bound, caplog):
+    """One in every other round: it costs its node's part of the round, and nothing is lost."""
+    strategy, grid = Compressed(FedAvg(**unevaluated()), recipe=recipe), make_grid()
 
     def answer(node, reply):
-        if node == 101 and _trains(reply) and grid.rounds[node] in (2, 5):
-            change(reply)
+        place, is_odd = divmod(grid.rounds[node] - 2, 2)
+        if node == 101 and _trains(reply) and not is_odd and place < len(FORGED):
+            FORGED[place][0](reply)
         return reply
 
     grid.answer = answer
-    is_long = "8000" in text  # what is refused in one way costs the model the same
-    result = run(strategy, grid, rounds=16 if is_long else 6)
-    assert strategy.counts.refused == {101: 2}
-    assert any("node 101" in line and text in line for line in caplog.messages)
-    assert not is_long or distance(result.arrays) < (0.1 if recipe == "lean" else FLOOR)
-
-
-def test_hostile_envelopes_do_not_end_the_run(caplog):
-    """Whatever is in an envelope with a right checksum, its node is refused and others go on."""
-    rows = [
-        b'[["arrays","f"]]',
-        b'[["arrays","a"]]',
-        b'[["arrays","x"],["arrays","x"]]',
-        b'[["metrics","m",{"num-examples":null}]]',
-        b'[["metrics","m",{"num-examples":{"bytes":"!"}}]]',
-        b'[["other","a"]]',
-        b"[" * 100_000 + b"]" * 100_000,
-        b"[[]]",
-        b"{}",
-        b"\xff\xfe",
-    ]
-
-    def hostile(row):
-        coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=envelope._WORDS)
-        head = coder.compress(b'["",' + row + b"]") + coder.flush()
-        body = bytes([envelope._WITH_VERSION]) + write_varint(len(head)) + head
-        body += write_varint(3) + b"abc"
-        return body + zlib.crc32(body).to_bytes(4, "little")
-
-    strategy = Compressed(FedAvg(**unevaluated()))
-    grid = make_grid()
-    left = list(rows)
-
-    def answer(node, reply):
-        if node == 101 and grid.rounds[node] > 1 and left:
-            reply.content["aqg"]["bytes"] = hostile(left.pop())
-        return reply
-
-    grid.answer = answer
-    result = run(strategy, grid, rounds=len(rows) + 8)
-    assert strategy.counts.refused == {101: len(rows)}
-    said = [line for line in caplog.messages if "node 101" in line]
-    assert not any("version" in line or "checksum" in line for line in said), said
-    assert distance(result.arrays) < FLOOR
+    result = run(strategy, grid, rounds=2 * len(FORGED) + 10)
+    assert strategy.counts.refused == {101: len(FORGED)}
+    said = [line for line in caplog.messages if line.startswith("node 101:")]
+    for (_, text), line in zip(FORGED, said, strict=True):
+        assert text in line
+    assert distance(result.arrays) < bound
 
 
 def test_lost_messages_and_memories(tmp_path):

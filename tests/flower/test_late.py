@@ -24,6 +24,7 @@ from tests.flower.small_app import (
     make_app,
     unevaluated,
 )
+from tests.flower.test_dropin_faults import changed_in, with_metric
 
 
 class SlowGrid(MemoryGrid):
@@ -175,6 +176,18 @@ def test_it_works_compressed(strategy, recipe):
     assert own == pytest.approx(averaged, rel=0.01)  # in half precision
 
 
+def test_replies_are_compared_in_every_round():
+    """FedAvg ends with an error where one has other metrics; many examples would be the model."""
+    odd = (
+        changed_in({2}, with_metric("loss", None)),
+        changed_in({4}, with_metric("num-examples", 10**9)),
+    )
+    strategy = Compressed(Buffered(FedAvg(**unevaluated()), size=4))
+    result = run(strategy, SlowGrid(make_app([aqg_mod, *odd]), (1,) * 4), 6)
+    assert strategy.counts.refused == {101: 2}
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5, 6]
+
+
 def test_the_default_recipe_is_that_of_the_strategy_inside():
     for inner in (FedAvg(), flower.FedAdam(), flower.FedMedian(), flower.Krum()):
         assert own_recipe(Buffered(inner, size=2)) == own_recipe(inner)
@@ -216,7 +229,3 @@ def test_what_cannot_be_buffered():
         Buffered(FedAvg(), size=0)
     with pytest.raises(ConfigError, match="strategy is a str; it must be a Strategy"):
         Buffered("FedAvg", size=2)
-
-
-def test_attributes_of_the_strategy_are_reached():
-    assert Buffered(FedAvg(fraction_train=0.3), size=2).fraction_train == 0.3

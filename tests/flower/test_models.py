@@ -17,10 +17,8 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 from aqg.weights import read_notes
 
-from tests.flower.federation import PROBLEM, at, samples_of
+from tests.flower.federation import PROBLEM, samples_of
 from tests.flower.federation import Federation as QuickFederation
-from tests.flower.own_messages import change_reply, flipped, reply_in
-from tests.problems import soak
 
 FEATURES = [torch.tensor(c.features, dtype=torch.float32) for c in PROBLEM.clients]
 LABELS = [torch.tensor(c.labels) for c in PROBLEM.clients]
@@ -136,17 +134,6 @@ def test_parameters_and_statistics_are_those_of_federated_averaging(tmp_path, is
     assert row["total_bytes"] == row["upload_bytes"] + row["download_bytes"]
 
 
-@pytest.mark.parametrize("recipe", ["auto", "signsgd", *map(soak, ("lean", "stc", "qsgd"))])
-def test_no_recipe_touches_the_statistics(tmp_path, recipe):
-    federation = Federation(tmp_path, own_training(normalized), recipe=recipe, rounds=6, alpha=0.02)
-    final = federation.run(normalized())
-    assert (final[1].running_var > 0).all()
-    assert final[1].num_batches_tracked == 18
-    rows = federation.rows()
-    assert all(np.isfinite(row["loss"]) for row in rows)
-    assert not any(row.get("faults") for row in rows)
-
-
 @pytest.mark.parametrize(
     ("statistics", "step"),
     [("average", "fixed"), ("average", "dog"), ("local", "fixed"), ("frozen", "fixed")],
@@ -170,6 +157,8 @@ def test_flower_ends_with_the_simulators_model(tmp_path, statistics, step):
     losses = [simulation.run_round().loss for _ in range(5)]
     layout = ModelLayout.of(start, statistics=statistics)
     np.testing.assert_array_equal(layout.flatten(final), simulation.averaged)
+    for name, tensor in start.state_dict().items() if statistics == "frozen" else ():
+        assert "running" not in name or torch.equal(final.state_dict()[name], tensor)
     assert [row["loss"] for row in federation.rows()] == pytest.approx(losses, rel=0.02)
     if statistics == "average":  # they travel in half precision here, and finer in the simulator
         buffers, found = simulation.statistics.averaged(), layout.read_buffers(final)
@@ -217,14 +206,6 @@ def test_local_statistics_stay_with_each_client(tmp_path, on_disk):
         assert counts == [1, 2, 3]  # a client goes on from its own, in a new module each time
     means = [seen[client][-1]["1.running_mean"] for client in range(3)]
     assert not torch.equal(means[0], means[1])
-
-
-def test_frozen_statistics_are_the_same_in_every_round(tmp_path):
-    make_task = own_training(normalized, statistics="frozen")
-    federation = Federation(tmp_path, make_task, recipe="gd", rounds=3, alpha=0.0)
-    final = federation.run(normalized(), statistics="frozen")
-    assert torch.equal(final[1].running_var, torch.ones(4))
-    assert final[1].num_batches_tracked == 0
 
 
 @pytest.mark.parametrize("step", [pytest.param("fixed", marks=pytest.mark.soak), "dog"])
@@ -340,32 +321,6 @@ def test_any_buffer_that_training_changes_is_averaged(tmp_path):
     flat.run(ModelLayout.of(Adaptive()).flatten(Adaptive()))
     (text,) = flat.texts()
     assert "training changes buffers of the module" in text
-
-
-def test_damaged_statistics_cost_that_clients_reply_only(tmp_path):
-    federation = Federation(tmp_path, own_training(normalized), recipe="qgd", rounds=3)
-
-    def damage(reply):
-        change_reply(reply, statistics=flipped(reply_in(reply).statistics))
-
-    federation.grid.answer = at({1, 2, 3}, 11, damage)
-    final = federation.run(normalized())
-    assert {client for _, client in federation.incidents()["rejected"]} == {0}
-    assert (final[1].running_var > 0).all()
-
-
-def test_metrics_by_name_are_measured_on_the_module(tmp_path):
-    def evaluate(module):
-        assert not module.training
-        with torch.no_grad():
-            outputs = module(FEATURES[0])
-        right = (outputs.argmax(1) == LABELS[0]).float().mean()
-        return {"accuracy": float(right), "spread": float(outputs.std())}
-
-    federation = Federation(tmp_path, own_training(normalized), recipe="gd", rounds=2, alpha=0.0)
-    final = federation.run(normalized(), evaluate=evaluate)
-    assert all({"test_accuracy", "test_spread"} <= set(row) for row in federation.rows())
-    assert evaluate(final)["spread"] != federation.rows()[0]["test_spread"]
 
 
 @pytest.mark.parametrize("measures", [True, False])

@@ -1,6 +1,8 @@
 """Who is who, and how messages are waited for."""
 
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.superlink.grid import http_grid
 
-from aqg.flower.claims import Roster
+import aqg.flower
 from aqg.flower.private import bounded_pulls
+from aqg.flower.roster import Roster
 
 
 def test_nodes_take_indices_in_order_and_keep_them():
@@ -73,3 +76,8 @@ def test_a_reply_that_is_never_sent_ends_with_the_time_for_it():
     with bounded_pulls(60.0):
         assert http_grid.pull_objects(["a"], lambda _: b"content") == {"a": b"content"}
     assert http_grid.pull_objects is pull_objects
+
+
+def test_nothing_imports_what_only_newer_versions_of_flower_bring():
+    for file in Path(aqg.flower.__file__).parent.glob("*.py"):
+        assert not re.search(r"^\s*(import|from) httpx", file.read_text(), re.MULTILINE), file

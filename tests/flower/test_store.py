@@ -1,7 +1,9 @@
 """What a client holds on disk, and in memory while it answers."""
 
 import random
+import shutil
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,30 +11,23 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
-from aqg import make_recipe
 from aqg.channel.settings import Settings
-from aqg.channel.stepping import Members, SteppingChannel, Travel
+from aqg.channel.stepping import SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of, unpack
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
-from aqg.protocol.store import ClientStore, DirectoryVault
+from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of
+from aqg.protocol import ClientSession, ServerSession
+from aqg.protocol.messages import reply_from_bytes
+from aqg.protocol.store import DirectoryVault
 
+from tests.flower.own_messages import ANY, parts_of
 from tests.flower.small_app import NUM_CLIENTS, everyone, first_arrays, make_app
 from tests.flower.test_dropin import make_grid
 
-LEAN = make_recipe("lean")
 LINK, NODE = 1, 5
-
-
-def order_of(book):
-    mark = fingerprint(LEAN, len(book.parameters), "float32", 0)
-    about = {"recipe": "lean", "bits": 4, "max_staleness": 100, "seed": 0}
-    return book.order(0, run="r", incarnation=1, fingerprint=mark, **about)
 
 
 def train(params, _, key):
@@ -41,45 +36,33 @@ def train(params, _, key):
     return 0.0, gradient
 
 
-def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path):
-    class Crashing(DirectoryVault):
-        def write_index(self, text):
-            raise RunError("the power fails")
+def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypatch):
+    """What was written before the index is of no account, and takes no place of what counts."""
 
-    length = 5000
-    book = MirrorBook.first(LEAN, np.zeros(length, np.float32), np.ones(1), Step(0.1))
-    mirror = ClientMirror.first(LEAN, length, "float32")
-    for _ in range(2):  # the server misses the second upload
-        base = find_base(LEAN, mirror, order_of(book), draw=1)
-        assert base is not None
-        _, gradient = train(book.parameters, 1, (len(base.snapshot.lineage), book.round))
-        mirror, reply = answer(LEAN, base, order_of(book), gradient)
-        if book.round == 1:
-            assert not isinstance(book.accept(0, reply, 1), str)
-            book.step()
-    ClientStore(DirectoryVault(tmp_path), "key").save(mirror)
-    book.skip_step()
+    def crash(_vault, _text):
+        raise RunError("the power fails")
 
-    store = ClientStore(Crashing(tmp_path), "key")
-    found = store.load()
-    assert found is not None
-    base = find_base(LEAN, found, order_of(book), draw=1)
-    assert base is not None
-    assert base.rolled_back
-    del found  # the state that is not gone on from need not be held
-    later, _ = answer(LEAN, base, order_of(book), gradient)
-    with pytest.raises(RunError, match="the power fails"):
-        store.save(later)
-    kept = ClientStore(DirectoryVault(tmp_path), "key").load()
-    assert kept is not None
-    for snapshot, old in ((kept.current, mirror.current), (kept.before, mirror.before)):
-        assert snapshot is not None
-        assert old is not None
-        assert snapshot.is_intact
-        assert snapshot.stamp == old.stamp
+    def train_at(model, number):
+        return np.random.default_rng(number).standard_normal(len(model)) + model
 
-    ClientStore(DirectoryVault(tmp_path), "key").save(later)
-    assert len(list(tmp_path.glob("vector-*.npz"))) == 4, "two mirrors, two directions"
+    server = ServerSession(np.zeros(5000), num_clients=1, recipe="lean")
+    client = ClientSession(tmp_path / "one")
+    server.take(0, client.answer(server.order(0), train_at))
+    server.step()
+    client.answer(server.order(0), train_at)  # is lost: the next order takes it back
+    server.step()
+    order = server.order(0)
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectoryVault, "write_index", crash)
+        with pytest.raises(RunError, match="the power fails"):
+            ClientSession(tmp_path / "one").answer(order, train_at)
+    answers = (ClientSession(tmp_path / n).answer(order, train_at) for n in ("one", "other"))
+    reply, other = (replace(reply_from_bytes(a, ANY), work_seconds=0.0) for a in answers)
+    assert reply == other
+    assert reply.rolled_back
+    vectors = [sum(1 for _ in (tmp_path / n).rglob("vector-*.npz")) for n in ("one", "other")]
+    assert vectors[0] == vectors[1], "what the crash left is gone"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +79,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
     length = 1_200_000  # beyond the context coder, which needs memory of its own
     app = make_client_app(lambda _: FlowerTask(train, num_samples=1))
     context = Context(1, NODE, {"aqg-state-dir": str(tmp_path)}, RecordDict(), {})
-    members, step = Members(1, lambda _: 0), Step(0.1, downlink=downlink)
+    members, step = (1, lambda _: 0), Step(0.1, downlink=downlink)
     start = {"parameters": np.zeros(length, np.float32)}
     travel = Travel({"parameters": Kind.VECTOR})
     channel = SteppingChannel("p1", start, Settings(recipe="lean"), members, step, travel)
@@ -107,7 +90,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             phase = channel.publish({}, is_train=True)
             part, is_full = channel.order(NODE, evaluate=False)
             envelope, content = Envelope(), {}
-            envelope.add_model("arrays", FULL if is_full else COMPRESSED, part)
+            envelope.add("arrays", FULL if is_full else COMPRESSED, part)
             if is_full:
                 content["arrays"] = record_of(channel.copied().items())
             message = Message(
@@ -119,7 +102,7 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             peak = tracemalloc.get_traced_memory()[1] / (4 * length)
         finally:
             tracemalloc.stop()
-        channel.take(NODE, phase, unpack(reply.content).parts[0]).commit()
+        channel.take(NODE, phase, parts_of(reply)[0]).commit()
         channel.step({0}, is_step=True)
     # The model in the message, the mirror and its direction, the gradient, what is sent of it,
     # its levels, and the next mirror and direction; not all at a time.

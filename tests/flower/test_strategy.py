@@ -16,7 +16,6 @@ from aqg import make_recipe
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, aqg_mod
 
-from tests.flower.federation import KilledError, Killer
 from tests.flower.saved import Saved
 from tests.flower.small_app import (
     FROZEN,
@@ -82,6 +81,11 @@ def test_one_client_app_serves_both_servers_and_skips(tmp_path):
     assert any(0 in row["widths"] for row in rows)  # some had nothing to say
     assert len(rows) == 12
     assert rows[0]["download_bytes"] > 4 * 4 * FROZEN.size > 20 * rows[-1]["download_bytes"]
+    traffic = result.traffic
+    assert sum(row["upload_bytes"] for row in rows) == traffic.train.up
+    assert sum(row["download_bytes"] for row in rows) == traffic.train.down
+    assert traffic.nodes.keys() == grid.node_configs.keys()
+    assert traffic.evaluate.up > 0
 
 
 def rows_of(path):
@@ -116,25 +120,6 @@ def test_what_handlers_and_functions_are_told():
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_goes_on_after_the_server_and_a_node_were_lost(tmp_path):
-    options = {"recipe": "lean", "downlink": "exact"}
-    expected = run(tmp_path / "whole", make_grid(), 6, **options)
-    grid = make_grid()
-    grid.keeps_memories = True
-    with pytest.raises(KilledError):
-        run(tmp_path, grid, 6, loggers=[Killer(4)], **options)
-    result = run(tmp_path, grid, 6, **options)
-    for name, array in values_of(expected.arrays).items():
-        np.testing.assert_array_equal(result.arrays[name].numpy(), array, err_msg=name)
-    shutil.rmtree(tmp_path / "state" / "partition-1")
-    result = run(tmp_path, grid, 9, **options)
-    kinds = [one["kind"] for row in rows_of(tmp_path) for one in row.get("incidents", [])]
-    assert set(kinds[:-2]) == {"rollback"}  # of the round that was run again
-    # it gets the start again; its mirror begins anew
-    assert sorted(kinds[-2:]) == ["lost", "resync"]
-    assert len(result.train_metrics_clientapp) == 3
-
-
 def own_app(reply_with):
     return app_answering(lambda m, context: reply_with(m, int(context.node_config["partition-id"])))
 
@@ -152,7 +137,7 @@ def test_any_metrics_are_averaged_by_examples_and_nan_is_refused(tmp_path, caplo
         number = int(message.content["config"]["server-round"])
         own = {"own": 1.0} if client == 3 else {}
         score = math.nan if (client, number) == (1, 2) else float(client)
-        return trained(message, client, train_loss=0.25, score=score, **own)
+        return trained(message, client, train_loss=0.25, score=score, curve=[1.0, 2.0], **own)
 
     with caplog.at_level(logging.INFO, logger="flwr.aqg"):
         result = run(tmp_path, make_grid(own_app(answer)), 3)
@@ -168,6 +153,7 @@ def test_any_metrics_are_averaged_by_examples_and_nan_is_refused(tmp_path, caplo
     others = np.average([0.0, 2.0, 3.0], weights=SIZES[[0, 2, 3]])
     assert result.train_metrics_clientapp[2]["score"] == pytest.approx(others)
     assert "train_score 2" in caplog.text
+    assert caplog.text.count("metric 'curve' is a list") == 1
     # The app has no handler for evaluation: the last loss of training is the final one.
     assert result.evaluate_metrics_clientapp == {}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -184,6 +170,9 @@ def test_a_report_shows_the_clients_metrics(tmp_path):
     assert found.summary is not None
     assert np.isfinite(found.extras["eval_distance"][1:]).all()
     assert found.summary["eval_distance"] >= 0
+    again = run(tmp_path, make_grid(), 5, recipe="lean")
+    assert sorted(again.train_metrics_clientapp) == [4, 5]  # of this start; others are on disk
+    assert len(rows_of(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("monitor", ["train_score", "eval_distance"])
@@ -289,6 +278,7 @@ def test_tasks_send_metrics_as_well(tmp_path):
     measured = []
 
     def evaluate(net):
+        assert not net.training
         measured.append(float(net.weight.detach().mean()))
         return {"mean": measured[-1], "broken": math.nan}
 
@@ -299,6 +289,7 @@ def test_tasks_send_metrics_as_well(tmp_path):
     assert [row["train_rate"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert rows[0]["train_client"] == pytest.approx(np.average(np.arange(4), weights=SIZES))
     assert [row["eval_mean"] for row in rows] == pytest.approx(measured[:3], rel=1e-5)
+    assert [row["test_mean"] for row in rows] == measured[:3]
     assert [row["test_broken"] for row in rows] == [None] * 3
     assert {row["loss"] for row in rows} == {0.25}
     assert sorted(result.evaluate_metrics_clientapp) == [0, 1, 2, 3]

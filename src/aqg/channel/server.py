@@ -1,10 +1,18 @@
-"""The server's end for one model: its public copy and log, and a mirror of every node's updates."""
+"""The server's end for one model: its public copy and log, and a mirror of every node's updates.
+
+What of the difference between the model and its public copy is sent: a change of few coordinates,
+as sparse replies make it, is answered in kind, by the largest coordinates of the difference as
+sparse ternary, while that leaves the copy within `FARTHEST` steps of the model. Clients whose copy
+falls back farther go on correcting what the model has long had, and it swings. Any other change is
+quantized with the fewest bits that bring the copy within a tolerance of the model. What is left out
+stays in the difference.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
@@ -12,9 +20,9 @@ from weakref import WeakSet
 import numpy as np
 
 from aqg.channel.copies import First, PublicCopy, choose_way
-from aqg.channel.publishing import condense, entry_of, measure_change
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
+    PIECE,
     Kind,
     Kinds,
     Schema,
@@ -28,17 +36,24 @@ from aqg.channel.tensors import (
     is_finite,
     is_same,
     kinds_of,
+    pieces,
     shifted,
     squared_norm,
     vector_dtype,
 )
 from aqg.core.budget import first_budget
-from aqg.core.downlink import rounded_up
-from aqg.core.messages import Message, Skip, energy_of, num_nonzero
-from aqg.core.public import Entry, advance
-from aqg.core.server import Peer
-from aqg.core.types import FloatArray
+from aqg.core.downlink import Condensed, rounded_up
+from aqg.core.grids import value_table
+from aqg.core.messages import AnyUpload, Message, Skip, Upload, energy_of, num_nonzero
+from aqg.core.public import Entry, Public, advance
+from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
+from aqg.core.round import describe_fault
+from aqg.core.server import Peer, on_grid
+from aqg.core.space import NumpySpace
+from aqg.core.track import Flow, correct
+from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError, MessageError
+from aqg.objectives.layout import TensorSpec
 from aqg.protocol.follower import LostError
 from aqg.protocol.log import ModelLog
 from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
@@ -58,6 +73,18 @@ _STEPS = 10
 _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
+_SPACE = NumpySpace(in_place=True)
+FARTHEST = 1.0
+"""How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
+_ROUNDING = 64.0
+"""Averages of equal numbers are off by less than this many units in the last place."""
+_GRID_SHARE = 0.25
+"""Part of the tolerance that is left to a choice of levels whose step is then rounded up to a power
+of two, at most to twice itself: the error, squared, to four times itself."""
+
+_FINEST = 2.0**-8
+"""In the step of an entry, the longest quantum of a grid that is begun. Where one coordinate is
+much larger than all others, its grid is too coarse for them, and the copy stays on none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +187,6 @@ class Channel:
         if self._first is not None:
             self._values = dict(self._first.values(self._values))
         self._copy = PublicCopy.of(self._values, self.schema, layout).digested()
-        self._given: Values = values
         self._is_open = True
         self._wanted: set[str] = set()
         self._trained = 0
@@ -202,16 +228,13 @@ class Channel:
         A model with NaN or infinity is not sent: clients go on from the one before, and replies
         are relative to that. With ``as_it_is`` the copy becomes the model, as a whole.
         """
-        values, is_news = self._values, given is not self._given
-        if is_news:
-            values = self.schema.cast(given)
-            is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
-            changing = (n for n, k in self._kinds.items() if is_news and k is not Kind.STILL)
-            bad = (name for name in changing if not is_finite(values[name]))
-            self.fault = next((f"tensor {name!r} holds NaN or infinity" for name in bad), "")
+        values = self.schema.cast(given)
+        is_news = not all(is_same(t, self._values[name]) for name, t in values.items())
+        changing = (n for n, k in self._kinds.items() if is_news and k is not Kind.STILL)
+        bad = (name for name in changing if not is_finite(values[name]))
+        self.fault = next((f"tensor {name!r} holds NaN or infinity" for name in bad), "")
         if self.fault:
             values, is_news = self._values, False
-        self._given = given
         layout = self._next_layout()
         is_repeated = is_train and self._trained == self._copy.version
         if as_it_is and is_news:
@@ -237,15 +260,12 @@ class Channel:
         is_full = is_behind and not first
         size, dtype = self.schema.vector_of(copy.layout)
         stamp = self._peer(place, copy.layout).held.stamp
+        names = ("recipe", "bits", "max_staleness", "seed", "updates")
+        terms = size, dtype, settings.seed, self.schema.fingerprint
         order = Order(
+            **{name: getattr(settings, name) for name in names},
             run=self.run,
-            fingerprint=fingerprint(
-                self._recipe, size, dtype, settings.seed, self.schema.fingerprint
-            ),
-            recipe=settings.recipe,
-            bits=settings.bits,
-            max_staleness=settings.max_staleness,
-            seed=settings.seed,
+            fingerprint=fingerprint(self._recipe, *terms),
             num_params=size,
             dtype=dtype,
             incarnation=self.incarnation,
@@ -261,7 +281,6 @@ class Channel:
             statistics=b"" if is_behind else self._kept_since(position),
             first=first,
             noise=self._noise,
-            updates=settings.updates,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
         return to_bytes(order, order if is_informed else None), is_full
@@ -555,3 +574,76 @@ class Channel:
         """Return which tensors are compressed, as orders say it."""
         flags = OPEN * is_open + MOVING * bool(len(copy.public.velocity))
         return bytes([flags + FORGETTING * self._settings.forgets]) + copy.layout
+
+
+def entry_of(public: Public, upload: AnyUpload | None, gap: FloatArray) -> Entry:
+    """Return the entry that adds an upload of a gap to the public model, on its grid if it can."""
+    entry = Entry(public.round, position=upload, is_rounded=True)
+    if not isinstance(upload, Upload):
+        return entry
+    moved = on_grid(_SPACE, public.parameters, public.quantum, upload, gap)
+    if moved is None:
+        return entry._replace(position=None)
+    snapped, quantum = moved
+    if not public.quantum and quantum > _FINEST * upload.step:
+        return entry
+    return entry._replace(position=snapped, quantum=None if quantum == public.quantum else quantum)
+
+
+def measure_change(
+    values: Values, before: Values, specs: Sequence[TensorSpec], dtype: str
+) -> tuple[float, int]:
+    """Return ``‖θ - θ'‖²``, and how many values changed by more than rounding in ``dtype`` does."""
+    square, count, bound = 0.0, 0, _ROUNDING * float(np.finfo(dtype).eps)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for spec in specs:
+            new, old = values[spec.name].reshape(-1), before[spec.name].reshape(-1)
+            for piece in pieces(len(new)):
+                was = old[piece].astype(np.float64)
+                change = new[piece] - was
+                square += float(np.vdot(change, change))
+                np.abs(was, out=was)
+                was *= bound
+                count += int(np.count_nonzero(np.abs(change) > was))
+    return square, count
+
+
+def condense(
+    gap: FloatArray, count: int | None, movement: float, version: int, downlink: Condensed
+) -> tuple[AnyUpload | None, str]:
+    """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
+
+    The ``gap``, the strategy's model less the public copy, is left as it was; ``count`` is that of
+    a sparse entry's coordinates, None for one that is not, and ``movement`` the mean
+    ``‖θ^{k+1} - θ^k‖²`` of the last steps.
+    """
+    if count is not None:
+        kept = largest_of(gap, min(count, len(gap)))
+        if not len(kept):
+            return None, ""
+        sparse = ternary(gap, kept, TERNARY_WIDTH)
+        whole = gap[kept]
+        value = value_table(sparse.grid, sparse.width, sparse.step, gap.dtype.type)
+        gap[kept] -= value[sparse.levels[kept]]
+        is_near = squared_norm(gap) <= FARTHEST * movement
+        gap[kept] = whole
+        if is_near:
+            return sparse, ""
+        del sparse
+    tolerance = _GRID_SHARE * downlink.tolerance * movement
+    found = correct(downlink.of_velocity, Flow(gap[None], tolerance, _SPACE, version))
+    fault = describe_fault(gap) if len(found.faulty) else ""
+    return (found.uploads[0] if found.uploads else None), fault
+
+
+def largest_of(vector: FloatArray, count: int) -> IntArray:
+    """Return what `aqg.core.quantizers.largest` does, in little memory: piece by piece.
+
+    >>> largest_of(np.array([0.5, -2.0, 0.5, 1.0, 0.0], np.float32), 3)
+    array([0, 1, 3])
+    """
+    found = np.arange(0)
+    for piece in pieces(len(vector), max(PIECE, 3 * count)):
+        found = np.concatenate([found, piece.start + largest(vector[piece], count)])
+        found = found[largest(vector[found], count)]
+    return found

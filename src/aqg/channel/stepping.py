@@ -32,14 +32,9 @@ from aqg.wire.varint import write_varint
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Members(NamedTuple):
-    """Who the clients are."""
-
-    number: int
-    of_node: Callable[[int], int | None]  # says which of them a node is
-
-
 class Travel(NamedTuple):
+    """How tensors travel."""
+
     kinds: Kinds  # of each
     own: frozenset[str] = frozenset()  # those that clients keep to themselves
     # second names of tensors, such as those of tied weights, and the first ones
@@ -47,7 +42,10 @@ class Travel(NamedTuple):
 
 
 class SteppingChannel(Channel):
-    """One model of a run, which is made here from the updates of ``members`` with a ``step``."""
+    """One model of a run, which is made here from clients' updates with a ``step``.
+
+    ``members`` are how many clients there are, and what says which of them a node is.
+    """
 
     makes_model = True
 
@@ -56,7 +54,7 @@ class SteppingChannel(Channel):
         run: str,
         values: Values,
         settings: Settings,
-        members: Members,
+        members: tuple[int, Callable[[int], int | None]],
         step: Step,
         travel: Travel,
     ) -> None:
@@ -64,10 +62,10 @@ class SteppingChannel(Channel):
             raise ConfigError("memory is 'none' with statistics that clients keep to themselves")
         super().__init__(run, values, settings, travel.kinds)
         self._is_open = False
-        self._members, self._how = members, step
+        (num_clients, self._client_of), self._how = members, step
         self._own, self._aliases = travel.own, travel.aliases
         self._replies: dict[int, Taken] = {}
-        weights = np.ones(members.number)
+        weights = np.ones(num_clients)
         self.book = MirrorBook.first(self._recipe, self._copy.vector, weights, step)
         self.book.publisher = None  # the log is the channel's
         self._copy = self._copy._replace(public=self.book.public)
@@ -141,7 +139,7 @@ class SteppingChannel(Channel):
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return all that a server needs to go on, as named arrays that a file can hold."""
         copy = self._copy
-        positions = [self._positions.get(c, 0) for c in range(self._members.number)]
+        positions = [self._positions.get(c, 0) for c in range(len(self.book.weights))]
         beside = {f"kept {name}": tensor for name, tensor in copy.kept.items()}
         beside |= {f"value {name}": self._values[name] for name in self._travels()}
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
@@ -178,7 +176,7 @@ class SteppingChannel(Channel):
         self._positions = {c: p for c, p in enumerate(arrays["positions"].tolist()) if p}
 
     def _place(self, node: int) -> int:
-        client = self._members.of_node(node)
+        client = self._client_of(node)
         if client is None:
             raise MessageError(f"node {node} is no client")
         return client

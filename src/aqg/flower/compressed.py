@@ -6,10 +6,11 @@ Flower's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Result, Strategy
@@ -18,10 +19,9 @@ from aqg.channel.settings import make_settings
 from aqg.channel.tensors import Tensor, Values
 from aqg.core.server import age_weight
 from aqg.core.types import is_whole
-from aqg.errors import ConfigError
-from aqg.flower.claims import AverageChecks, Checks
+from aqg.errors import ConfigError, MessageError
 from aqg.flower.envelope import is_readable, logger, record_of, values_of
-from aqg.flower.grid import CompressedGrid, Counts
+from aqg.flower.grid import Checks, CompressedGrid, Counts
 from aqg.flower.private import OuterGrid, kind_of, replies_to
 
 _CLIENTS_CLIP = (
@@ -29,6 +29,10 @@ _CLIENTS_CLIP = (
     strategies.DifferentialPrivacyClientSideAdaptiveClipping,
 )
 _ADAPTIVE_NOISE = 0.1
+_MOST_EXAMPLES = 1e12
+"""A node that says it has more examples is refused."""
+_MOST_TIMES = 1e6
+"""Likewise one that says it has so many times the examples of all others together."""
 _AVERAGING = (
     strategies.FedAvg,
     strategies.FedAvgM,
@@ -37,6 +41,8 @@ _AVERAGING = (
     strategies.FedYogi,
     strategies.FedProx,
 )
+_MEANS = {kind.aggregate_train for kind in _AVERAGING}
+"""How models are aggregated by their mean."""
 
 
 class OuterStrategy(Strategy):
@@ -48,6 +54,14 @@ class OuterStrategy(Strategy):
         if name == "strategy":  # while a copy is made of this object
             raise AttributeError(name)
         return getattr(self.strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the strategy has on the strategy."""
+        inner = self.__dict__.get("strategy")
+        if inner is not None and name not in self.__dict__ and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def configure_train(self, *arguments: Any, **options: Any) -> Any:  # noqa: ARG002
         name = type(self).__name__
@@ -130,12 +144,6 @@ class Compressed(OuterStrategy):
             result.traffic = compressed.counts  # type: ignore[attr-defined]
         return result
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what only the strategy has on the strategy."""
-        inner = self.__dict__.get("strategy")
-        is_inner = inner is not None and name not in self.__dict__ and hasattr(inner, name)
-        object.__setattr__(inner if is_inner else self, name, value)
-
     def _clipping_norm(self) -> float | None:
         """Return the norm to which clients have clipped: what is decoded must not be longer."""
         strategy = unbuffered(self.strategy)
@@ -155,7 +163,7 @@ def own_recipe(strategy: Strategy) -> str:
     good where the mean itself is the step.
     """
     strategy = unbuffered(strategy)
-    if type(strategy).aggregate_train not in {kind.aggregate_train for kind in _AVERAGING}:
+    if type(strategy).aggregate_train not in _MEANS:
         return "lean"
     adapts = (strategies.FedAdagrad, strategies.FedAdam, strategies.FedYogi)
     return f"auto:noise={_ADAPTIVE_NOISE}" if isinstance(strategy, adapts) else "auto"
@@ -171,7 +179,74 @@ def checks_of(strategy: Strategy) -> Checks:
         inner = getattr(inner, "strategy", None)
         if not isinstance(inner, Strategy):
             return Checks()
-    return AverageChecks(inner.weighted_by_key)
+    return AverageChecks(inner)
+
+
+class AverageChecks(Checks):
+    """Refuses replies that Flower's FedAvg, and what is made from it, could not use.
+
+    They end the run where a reply has more than one record of a kind, where replies have other
+    metrics or arrays than the rest, or others of another size, and where all weights are zero; and
+    a single node that says it has a million times the examples of all others would be the model.
+    """
+
+    def __init__(self, strategy: strategies.FedAvg) -> None:
+        self._key = strategy.weighted_by_key  # the metric that says how many examples a node has
+        functions = strategy.train_metrics_aggr_fn, strategy.evaluate_metrics_aggr_fn
+        # of which kind of record means are taken: they must have one size
+        self._are_averaged = {
+            "array": type(strategy).aggregate_train in _MEANS,
+            "metric": all(f.__module__.startswith("flwr.") for f in functions),
+        }
+
+    def check(self, content: RecordDict, is_train: bool) -> None:
+        metrics, arrays = list(content.metric_records.values()), content.array_records
+        if len(metrics) != 1:
+            raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
+        if is_train and len(arrays) != 1:
+            raise MessageError(f"its reply has {len(arrays)} ArrayRecords; it must have one")
+        key = self._key
+        weight: Any = metrics[0].get(key)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise MessageError(f"its metric {key!r} is {weight!r}; it must be a number")
+        if not 0 <= weight <= _MOST_EXAMPLES:
+            raise MessageError(f"its metric {key!r} is {weight}; 0 to {_MOST_EXAMPLES:g} is taken")
+
+    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:
+        key, reasons, weights = self._key, dict[str, str](), dict[str, float]()
+        held = {answers: self._forms(content) for answers, content in contents.items()}
+        most = Counter(held.values()).most_common(1)[0][0] if held else frozenset()
+        for answers, content in contents.items():
+            if held[answers] != most:
+                odd = min(held[answers] ^ most)
+                reasons[answers] = f"its reply differs from most others in {odd}"
+            else:
+                [metrics] = content.metric_records.values()
+                weights[answers] = float(metrics[key])  # type: ignore[arg-type]
+        total = sum(weights.values())
+        for answers, weight in weights.items():
+            if not total:
+                reasons[answers] = f"its metric {key!r} is 0, as that of all others"
+            elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
+                others = f"all others together have {total - weight:g}"
+                reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
+        return reasons
+
+    def _forms(self, content: RecordDict) -> frozenset[str]:
+        """Return what is in a reply, with the size of what is averaged."""
+        kinds: Any = {"array": content.array_records, "metric": content.metric_records}
+        return frozenset(
+            f"{kind} {key!r}{_size_of(value) if self._are_averaged[kind] else ''} of {name!r}"
+            for kind, records in kinds.items()
+            for name, record in records.items()
+            for key, value in record.items()
+        )
+
+
+def _size_of(value: object) -> str:
+    if isinstance(value, Array):
+        return f" {tuple(value.shape)}"
+    return f" ({len(value)} numbers)" if isinstance(value, list) else ""
 
 
 class Buffered(OuterStrategy):
@@ -196,7 +271,8 @@ class Buffered(OuterStrategy):
             )
         if not is_whole(size) or size < 1:
             raise ConfigError(f"size is {size!r}; it must be a whole number above 0")
-        self.strategy, self.size = strategy, int(size)
+        self.size = int(size)
+        self.strategy = strategy  # what is set from here on may be the strategy's own
 
     def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
         logger.info("Buffered: rounds end after %d replies", self.size)
@@ -206,35 +282,27 @@ class Buffered(OuterStrategy):
         return result
 
 
-class _Begun(NamedTuple):
-    """A message on its way, and the round in which it was sent."""
-
-    message: Message
-    round: int
-
-
 class BufferedGrid(OuterGrid):
     """Ends rounds of training after ``size`` replies, on another grid."""
 
     def __init__(self, grid: Grid, size: int) -> None:
         super().__init__(grid)
         self._size, self._round = size, 0
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, tuple[Message, int]] = {}  # what is on its way, since which round
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Send messages to nodes that are not at work; of training, return what comes first."""
         messages = list(messages)
-        busy = {begun.message.metadata.dst_node_id for begun in self._begun.values()}
+        busy = {begun.metadata.dst_node_id for begun, _ in self._begun.values()}
         idle = [message for message in messages if message.metadata.dst_node_id not in busy]
         if not any(kind_of(message) == "train" for message in messages):
             return self.inner.send_and_receive(idle, timeout=timeout)
         self._round += 1
         pushed = set(self.inner.push_messages(idle))
-        for message in idle:
-            if message.metadata.message_id in pushed:
-                self._begun[message.metadata.message_id] = _Begun(message, self._round)
+        begun = {message.metadata.message_id: (message, self._round) for message in idle}
+        self._begun |= {name: each for name, each in begun.items() if name in pushed}
         models = {message.metadata.dst_node_id: message for message in messages}
         replies = self._wait(models, timeout)
         text = "Buffered: round %d ends with %d replies; %d nodes are at work"
@@ -243,38 +311,42 @@ class BufferedGrid(OuterGrid):
 
     def finish(self) -> None:
         """Log whose replies come too late for the run."""
-        for begun in self._begun.values():
+        for begun, number in self._begun.values():
             text = "Buffered: node %d, at work since round %d, is late"
-            logger.info(text, begun.message.metadata.dst_node_id, begun.round)
+            logger.info(text, begun.metadata.dst_node_id, number)
 
     def _wait(self, models: Mapping[int, Message], timeout: float | None) -> list[Message]:
         """Return replies once enough are there, or all, or the time is over."""
-        replies: list[Message] = []
+        replies, answered = list[Message](), dict[str, Message]()
         num_valid = 0
         for found in replies_to(self.inner.pull_messages, set(self._begun), timeout):
             for reply in found:
-                begun = self._begun.pop(reply.metadata.reply_to_message_id, None)
+                identifier = reply.metadata.reply_to_message_id
+                begun = self._begun.pop(identifier, None)
                 if begun is None:
                     continue
+                answered[identifier] = begun[0]
                 if not reply.has_error():
                     num_valid += 1
-                    self._bring_up_to_date(reply, begun, models)
+                    self._bring_up_to_date(reply, *begun, models)
                 replies.append(reply)
             if num_valid >= self._size:
                 break
+        if isinstance(self.inner, CompressedGrid):
+            return self.inner.compared(replies, answered)
         return replies
 
     def _bring_up_to_date(
-        self, reply: Message, begun: _Begun, models: Mapping[int, Message]
+        self, reply: Message, begun: Message, number: int, models: Mapping[int, Message]
     ) -> None:
         """Let a late reply be one to this round's model."""
-        age, node = self._round - begun.round, begun.message.metadata.dst_node_id
+        age, node = self._round - number, begun.metadata.dst_node_id
         if not age:
             return
         weight = age_weight(age)
         now = models.get(node) or next(iter(models.values()))
         for name, record in reply.content.array_records.items():
-            old, new = (sent.content.get(name) for sent in (begun.message, now))
+            old, new = (sent.content.get(name) for sent in (begun, now))
             if not isinstance(old, ArrayRecord) or not isinstance(new, ArrayRecord):
                 continue  # no model of the server's
             if all(map(is_readable, (record, old, new))) and _shapes(record) == _shapes(old):
@@ -285,10 +357,7 @@ class BufferedGrid(OuterGrid):
         logger.info(
             "Buffered: node %d began in round %d; its update is relative to the model it had then, "
             "and counts %.2f in round %d",
-            node,
-            begun.round,
-            weight,
-            self._round,
+            *(node, number, weight, self._round),
         )
 
 

@@ -59,33 +59,29 @@ _LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss")
 class Envelope:
     """What a message holds."""
 
-    # name, kind and, for small ones, content of each record, in order
+    # name, kind and content of each record, in order: fields of small ones, and of kinds ``a`` and
+    # ``f`` the bytes that stand for arrays
     records: list[tuple[str, str, Any]] = field(default_factory=list)
-    # what stands for the array records of kinds ``a`` and ``f``, in order
-    parts: list[bytes] = field(default_factory=list)
     version: str = __version__  # of the ``aqg`` that wrote it
     says_version: bool = True  # else both sides are known to have the same
 
-    def add(self, name: str, record: ConfigRecord | MetricRecord) -> None:
+    def add(self, name: str, kind: str, content: bytes | None = None) -> None:
+        self.records.append((name, kind, content))
+
+    def add_small(self, name: str, record: ConfigRecord | MetricRecord) -> None:
         kind = "c" if isinstance(record, ConfigRecord) else "m"
         self.records.append((name, kind, dict(record)))
 
-    def add_model(self, name: str, kind: str, part: bytes) -> None:
-        self.records.append((name, kind, None))
-        self.parts.append(part)
-
     def to_bytes(self) -> bytes:
-        rows = [
-            [name, kind] if rest is None else [name, kind, rest]
-            for name, kind, rest in self.records
-        ]
+        rows = [[*row] if row[1] in _SMALL else [*row[:2]] for row in self.records]
+        parts = [content for _, kind, content in self.records if kind in _WITH_PART]
         said = self.version if self.says_version else ""
         coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=_WORDS)
         text = json.dumps([said, rows], separators=(",", ":"), default=_plain)
         head = coder.compress(text.encode())
         head += coder.flush()
         mark = bytes([_WITH_VERSION if self.says_version else _WITHOUT])
-        return _seal(mark + b"".join(map(write_part, (head, *self.parts))))
+        return _seal(mark + b"".join(map(write_part, (head, *parts))))
 
     @staticmethod
     def from_bytes(data: bytes) -> Envelope:
@@ -103,9 +99,9 @@ class Envelope:
             raise WireError(f"the checksum of the envelope is wrong: it is damaged{other}")
         reader = Reader(body[1:], "the envelope")
         envelope = _read_head(reader.part("a part").tobytes())
-        for _, kind, _ in envelope.records:
+        for place, (name, kind, _) in enumerate(envelope.records):
             if kind in _WITH_PART:
-                envelope.parts.append(reader.part("a part").tobytes())
+                envelope.records[place] = name, kind, reader.part("a part").tobytes()
         reader.finish("the last part")
         return envelope
 
@@ -184,7 +180,7 @@ def _read_head(head: bytes) -> Envelope:
             records.append((name, kind, content))
     except (ValueError, TypeError, RecursionError, zlib.error) as error:
         raise WireError(f"the head of the envelope cannot be read: {error}") from None
-    return Envelope(records, [], str(version) or __version__, bool(version))
+    return Envelope(records, str(version) or __version__, bool(version))
 
 
 def _plain(value: bytes) -> dict[str, str]:
@@ -241,15 +237,13 @@ def record_of(values: Iterable[tuple[str, Tensor]]) -> ArrayRecord:
 
 
 def numbers_in(content: RecordDict) -> dict[str, float]:
-    """Return the numbers in all metrics of a reply."""
-    found: dict[str, float] = {}
-    for record in content.metric_records.values():
-        for name, value in record.items():
-            if isinstance(value, int | float):
-                found[plain(name, _LONGEST_NAME)] = float(value)
-            else:
-                logger.warning("metric %r is a list, which AQG does not average", name)
-    return found
+    """Return the numbers in all metrics of a reply; lists are left out."""
+    return {
+        plain(name, _LONGEST_NAME): float(value)
+        for record in content.metric_records.values()
+        for name, value in record.items()
+        if isinstance(value, int | float)
+    }
 
 
 def loss_in(metrics: Mapping[str, float]) -> float:

@@ -12,7 +12,7 @@ import operator
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.flower.claims import Checks
 from aqg.flower.envelope import (
     BESIDE,
     COMPRESSED,
@@ -66,10 +65,6 @@ class _Sent(NamedTuple):
     def node(self) -> int:
         return self.message.metadata.dst_node_id
 
-    @property
-    def kind(self) -> str:
-        return kind_of(self.message)
-
 
 @dataclass
 class Traffic:
@@ -100,9 +95,6 @@ class NodeCounts:
     refused: int = 0  # its replies that were refused
     lost: int = 0  # how often it had to be sent the whole model again
 
-    def of(self, kind: str) -> Traffic:
-        return self.train if kind == "train" else self.evaluate
-
     @property
     def whole(self) -> Traffic:
         return self.train + self.evaluate
@@ -122,6 +114,10 @@ class Counts:
     def evaluate(self) -> Traffic:
         return sum((counts.evaluate for counts in self.nodes.values()), Traffic())
 
+    def of(self, node: int, kind: str) -> Traffic:
+        counts = self.nodes[node]
+        return counts.train if kind == "train" else counts.evaluate
+
     @property
     def refused(self) -> Counter[int]:
         return Counter({n: counts.refused for n, counts in self.nodes.items() if counts.refused})
@@ -129,6 +125,17 @@ class Counts:
     @property
     def lost(self) -> int:
         return sum(counts.lost for counts in self.nodes.values())
+
+
+class Checks:
+    """Says of replies whether what they hold besides the update can be used; here, always."""
+
+    def check(self, content: RecordDict, is_train: bool) -> None:
+        """Raise `MessageError` where a reply will not do."""
+
+    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:  # noqa: ARG002
+        """Return which replies of a round will not do beside the others, and why."""
+        return {}
 
 
 class CompressedGrid(OuterGrid):
@@ -147,7 +154,6 @@ class CompressedGrid(OuterGrid):
         self._settings = settings
         self._run_name = run_name or secrets.token_hex(8)
         self._numbers = count()
-        self._read: dict[str, tuple[dict[str, Any], Values]] = {}
         self._whole: dict[str, tuple[int, ArrayRecord]] = {}  # public copies, and their versions
         self._open: dict[str, _Sent] = {}
         self._renamed: dict[str, str] = {}
@@ -158,29 +164,24 @@ class CompressedGrid(OuterGrid):
         self.counts = Counts()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages, asked = list(messages), set[int]()
-        phases: list[dict[str, Phase] | None] = []
+        messages, asked, phases = list(messages), set[int](), dict[int, dict[str, Phase]]()
         published: dict[str, tuple[ArrayRecord, Phase]] = {}
-        for message in messages:
+        for place, message in enumerate(messages):
             node = message.metadata.dst_node_id
-            if kind_of(message) not in _KINDS or not message.has_content() or node in asked:
-                phases.append(None)
-                continue
-            asked.add(node)
-            phases.append(self._publish(message, published))
-        sent = [
-            message if phase is None else self._compress(message, phase)
-            for message, phase in zip(messages, phases, strict=True)
-        ]
+            if kind_of(message) in _KINDS and message.has_content() and node not in asked:
+                asked.add(node)
+                phases[place] = self._publish(message, published)
+        sent = list(messages)
+        for place, found in phases.items():  # all are published before the first is written
+            sent[place] = self._compress(messages[place], found)
         identifiers = list(self.inner.push_messages(sent))
-        now = time.time()
+        now, taken = time.time(), set(identifiers)
         self._open = {i: s for i, s in self._open.items() if _expiry(s.message) > now}
-        taken = set(identifiers)
-        for message, own, phase in zip(sent, messages, phases, strict=True):
-            identifier = message.metadata.message_id
-            if phase is not None and identifier in taken:
-                name_message(own, identifier)
-                self._open[identifier] = _Sent(own, phase, identifier)
+        for place, found in phases.items():
+            identifier = sent[place].metadata.message_id
+            if identifier in taken:
+                name_message(messages[place], identifier)
+                self._open[identifier] = _Sent(messages[place], found, identifier)
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -201,7 +202,7 @@ class CompressedGrid(OuterGrid):
         """Send messages and return their replies, once all are there or the time is over."""
         before = self.counts.train + self.counts.evaluate
         identifiers = set(self.push_messages(messages))
-        sent = {i: self._open[i] for i in identifiers if i in self._open}
+        sent = {i: self._open[i].message for i in identifiers if i in self._open}
         replies = [
             r for found in replies_to(self.pull_messages, identifiers, timeout) for r in found
         ]
@@ -210,6 +211,13 @@ class CompressedGrid(OuterGrid):
         moved = self.counts.train + self.counts.evaluate - before
         if moved.up or moved.down:
             logger.info("aqg: %s", moved)
+        return self.compared(replies, sent)
+
+    def compared(self, replies: list[Message], sent: Mapping[str, Message]) -> list[Message]:
+        """Return a round's replies, with errors for those that will not do beside the others.
+
+        ``sent`` has the messages, by the identifiers that replies name.
+        """
         answered = {_answers(r): r for r in replies if not r.has_error() and _answers(r) in sent}
         reasons = self.checks.compare({i: reply.content for i, reply in answered.items()})
         for i, why in reasons.items():
@@ -270,7 +278,7 @@ class CompressedGrid(OuterGrid):
         if not record or not is_readable(record):
             self._warn(f"{name!r} holds nothing that can be compressed; it is sent as it is")
             return None
-        values = self._values(name, record)
+        values = values_of(record)
         channel = self.channels.get(name)
         if channel is not None and not channel.schema.fits(values):
             logger.warning("%r has other tensors or shapes from here on: it is sent anew", name)
@@ -312,18 +320,9 @@ class CompressedGrid(OuterGrid):
     def _make_channel(self, values: Values, settings: Settings) -> Channel:
         return Channel(f"{self._run_name}{next(self._numbers)}", values, settings)
 
-    def _values(self, name: str, record: ArrayRecord) -> Values:
-        """Return a record's tensors: the same as last time where its arrays are."""
-        arrays = dict(record)
-        known, values = self._read.get(name, ({}, {}))
-        if list(known) != list(arrays) or any(known[n] is not a for n, a in arrays.items()):
-            values = values_of(record)
-            self._read[name] = arrays, values
-        return values
-
     def _compress(self, message: Message, phases: dict[str, Phase]) -> Message:
         kind, node = kind_of(message), message.metadata.dst_node_id
-        traffic = self.counts.nodes[node].of(kind)
+        traffic = self.counts.of(node, kind)
         traffic.plain_down += num_bytes(message.content)
         if not phases:
             traffic.down += num_bytes(message.content)
@@ -333,14 +332,14 @@ class CompressedGrid(OuterGrid):
             if name in phases:
                 channel = phases[name].channel
                 order, is_full = channel.order(node, kind == "evaluate")
-                envelope.add_model(name, FULL if is_full else COMPRESSED, order)
+                envelope.add(name, FULL if is_full else COMPRESSED, order)
                 if is_full:
                     beside[name] = self._copied(name, channel)
             elif isinstance(record, ArrayRecord):
-                envelope.records.append((name, BESIDE, None))
+                envelope.add(name, BESIDE)
                 beside[name] = record
             else:
-                envelope.add(name, record)
+                envelope.add_small(name, record)
                 if node not in self._equipped:  # it may lack the mod, and must still understand
                     beside[name] = record
         envelope.says_version = node not in self._equipped
@@ -363,7 +362,7 @@ class CompressedGrid(OuterGrid):
                 return self._send_again(sent, "it answers with an error")
             answer_to(reply, sent.identifier)  # even if that had to be sent again
             return reply
-        traffic = self.counts.nodes[node].of(sent.kind)
+        traffic = self.counts.of(node, kind_of(sent.message))
         try:
             traffic.up += num_bytes(reply.content)
             content, taken = self._unpack(sent, reply.content)
@@ -371,9 +370,10 @@ class CompressedGrid(OuterGrid):
         except LostError as error:
             return self._send_again(sent, str(error))
         except AqgError as error:
-            return self._refused(sent, str(error))
+            return self._refused(sent.message, str(error))
         except Exception as error:  # whatever a node sends, the run goes on
-            return self._refused(sent, f"its reply cannot be read: {type(error).__name__}: {error}")
+            why = f"its reply cannot be read: {type(error).__name__}: {error}"
+            return self._refused(sent.message, why)
         for part in taken:  # nothing has changed before
             part.commit()
         made = sum(part.channel.num_bytes for part in taken if part.channel.makes_model)
@@ -389,13 +389,13 @@ class CompressedGrid(OuterGrid):
         if RECORD not in content:
             return self._unpack_plain(sent, content), []
         envelope, node = unpack(content), sent.node
-        parts, records, taken = iter(envelope.parts), dict[str, Any](), []
-        for name, kind, values in envelope.records:
+        records, taken = dict[str, Any](), []
+        for name, kind, given in envelope.records:
             if kind == COMPRESSED:
                 phase = sent.phases.get(name)
                 if phase is None:
                     raise MessageError(f"it sent a model {name!r}, for which it was not asked")
-                taken.append(phase.channel.take(node, phase, next(parts)))
+                taken.append(phase.channel.take(node, phase, given))
                 if not phase.channel.makes_model:  # else the reply itself is what counts
                     records[name] = record_of(taken[-1].tensors())
             elif kind == BESIDE:
@@ -408,7 +408,7 @@ class CompressedGrid(OuterGrid):
             elif kind in (FULL, ENDED):
                 raise MessageError(f"it sent an order for {name!r}")
             else:
-                records[name] = envelope.small(kind, values)
+                records[name] = envelope.small(kind, given)
         self._equipped.add(node)
         for phase in sent.phases.values():
             phase.channel.note(node, phase)
@@ -445,10 +445,9 @@ class CompressedGrid(OuterGrid):
                 self._check_arrays(sent, name, record)
                 continue
             for key, value in record.items():
-                numbers = value if isinstance(value, list) else [value]
-                if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
-                    raise MessageError(f"{key!r} of its record {name!r} is {value!r}")
-        self.checks.check(content, sent.kind == "train")
+                if not all(map(_is_usable, value if isinstance(value, list) else [value])):
+                    raise MessageError(f"{key!r} of its record {name!r} is {value!r:.80}")
+        self.checks.check(content, kind_of(sent.message) == "train")
 
     def _check_arrays(self, sent: _Sent, name: str, record: ArrayRecord) -> None:
         known = sent.message.content.get(name)
@@ -466,25 +465,34 @@ class CompressedGrid(OuterGrid):
         self.counts.nodes[sent.node].lost += 1
         is_late = any(p.channel.version != p.version for p in sent.phases.values())
         if sent.repeats >= _MOST_REPEATS or is_late or _expiry(sent.message) <= time.time():
-            return self._refused(sent, f"it cannot follow the model: {why}")
+            return self._refused(sent.message, f"it cannot follow the model: {why}")
         again = self._compress(sent.message, sent.phases)
         taken = list(self.inner.push_messages([again]))
         if not taken or taken[0] is None:
-            return self._refused(sent, "the whole model could not be sent to it")
+            return self._refused(sent.message, "the whole model could not be sent to it")
         self._open[taken[0]] = sent._replace(repeats=sent.repeats + 1)
         self._renamed[sent.identifier] = taken[0]
         return None
 
-    def _refused(self, sent: _Sent, reason: str) -> Message:
-        self.counts.nodes[sent.node].refused += 1
-        text = f"node {sent.node}: {plain(reason, _LONGEST)}"
+    def _refused(self, message: Message, reason: str) -> Message:
+        """Return the error in place of a reply to a message."""
+        node = message.metadata.dst_node_id
+        self.counts.nodes[node].refused += 1
+        text = f"node {node}: {plain(reason, _LONGEST)}"
         logger.warning("%s", text)
-        return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=sent.message)
+        return Message(Error(_UNKNOWN, f"aqg: {text}"), reply_to=message)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _is_usable(value: object) -> bool:
+    """Tell whether a value is no number beyond all use: Flower's own records have 64 bits."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _expiry(message: Message) -> float:

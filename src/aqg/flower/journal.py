@@ -1,33 +1,34 @@
-"""A run of our own server on disk, and for loggers: its rounds, models and checkpoint, its end."""
+"""What is written of a run of our own server: its rounds, models and checkpoint, and its end."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
-from aqg.flower.claims import Roster
 from aqg.flower.envelope import EVALUATED, TRAINED, logger
 from aqg.flower.memory import BY_PARTITION
-from aqg.flower.reports import RoundReport, client_fields
+from aqg.flower.roster import Roster
 from aqg.flower.settings import Settings
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.book import check_book
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
-from aqg.runs.cost import ClientBytes
+from aqg.runs.cost import DOWNLOADS, UPLOADS, ClientBytes
 from aqg.runs.directory import (
     CHECKPOINT,
     CONFIG,
@@ -35,6 +36,7 @@ from aqg.runs.directory import (
     SUMMARY,
     Line,
     finite_or_none,
+    metric_fields,
     read_lines,
     read_rows,
 )
@@ -42,9 +44,154 @@ from aqg.runs.files import Records, locked, to_json, write_atomically
 from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
 from aqg.settings import CommonSettings, table
+from aqg.sim.record import DROPPED
 
 _FORMAT = 7
 LOSS = "loss"
+INCIDENTS = {
+    "resync": "resyncs",  # a mirror was started again from zero
+    "rollback": "rollbacks",  # a client took back an upload that had not arrived
+    # a reply was forged, damaged, oversized or for another state: nothing of it was used
+    "rejected": "rejected",
+    "fault": "fault_count",  # a client could not send: its gradient was not finite
+    "error": "errors",  # Flower reports that a client failed
+    "missing": "missing",  # a sampled client had not answered when the round ended
+    # a node that is no client: too many, a partition taken already, absurd samples
+    "refused": "refused",
+    # a client's loss was beyond all use, and most others' was not: it was left out
+    "outlier": "outliers",
+    # a client reports so many samples that it counts only for the largest share
+    "capped": "capped",
+    # a client could not reach the model from what it holds; it was sent what it lacks
+    "lost": "lost",
+}
+"""Every kind of incident, and the name of its count in ``rounds.jsonl``."""
+
+_MOST_CLIENTS_SHOWN = 32
+"""Up to this many clients have curves of their own."""
+
+
+class Incident(NamedTuple):
+    """Something that should not happen, and does."""
+
+    client: int
+    node: int
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    # what the simulator would write; in its record, 0 bytes came from a client whose reply did not,
+    # and those sent to a client count whether it answered or not
+    line: Line
+    staleness: tuple[int, ...]  # rounds since each client's last upload was taken
+    incidents: tuple[Incident, ...]
+    stepped: bool  # whether enough clients answered for the model to take a step
+    work_seconds: float  # the slowest client's own work
+    round_seconds: float = 0.0  # from the first message out to the last reply in
+    # whether more than half of the sampled clients, and at least two where there are more than one,
+    # report a loss beyond all use
+    diverged: bool = False
+    # means of what clients measured as they trained, by name; and of the model before the round
+    trained: Mapping[str, float] = field(default_factory=dict)
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def overhead_seconds(self) -> float:
+        return max(0.0, self.round_seconds - self.work_seconds)
+
+    def client_fields(self) -> dict[str, float]:
+        """Return the clients' metrics under the names that they have in ``rounds.jsonl``."""
+        return client_fields(TRAINED, self.trained) | client_fields(EVALUATED, self.evaluated)
+
+    def counts(self) -> dict[str, int]:
+        found = Counter(incident.kind for incident in self.incidents)
+        return {name: found[kind] for kind, name in INCIDENTS.items()}
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the line of ``rounds.jsonl``: the simulator's, and more."""
+        row: dict[str, Any] = json.loads(self.line.to_json())
+        row |= {
+            UPLOADS: list(self.line.record.client_upload_bytes),
+            DOWNLOADS: list(self.line.record.client_download_bytes),
+            "staleness": list(self.staleness),
+            "stepped": self.stepped,
+            "round_seconds": round(self.round_seconds, 4),
+            "work_seconds": round(self.work_seconds, 4),
+            "overhead_seconds": round(self.overhead_seconds, 4),
+            **{name: finite_or_none(value) for name, value in self.client_fields().items()},
+            **self.counts(),
+        }
+        if self.incidents:
+            row["incidents"] = [incident._asdict() for incident in self.incidents]
+        return row
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers to plot over rounds; what was measured as NaN is NaN."""
+        record = self.line.record
+        widths = [width for width in record.widths if width > 0]
+        values: dict[str, float | None] = {
+            "loss": record.loss,
+            **{next(iter(metric_fields({name: v}))): v for name, v in self.line.metrics.items()},
+            **self.client_fields(),
+            "uploads": record.num_uploads,
+            "upload_bytes": record.upload_bytes,
+            "download_bytes": record.download_bytes,
+            "total_bytes": record.total_bytes,
+            "mean_width": sum(widths) / len(widths) if widths else 0.0,
+            "max_staleness": max(self.staleness, default=0),
+            "round_seconds": self.round_seconds,
+            "overhead_seconds": self.overhead_seconds,
+            **{f"incidents/{name}": count for name, count in self.counts().items()},
+        }
+        of_clients = {
+            "width": record.widths,
+            "upload_bytes": record.client_upload_bytes,
+            "download_bytes": record.client_download_bytes,
+            "staleness": self.staleness,
+        }
+        if len(record.widths) <= _MOST_CLIENTS_SHOWN:
+            for name, numbers in of_clients.items():
+                values |= {f"client-{client}/{name}": n for client, n in enumerate(numbers)}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def log(self, num_rounds: int) -> None:
+        record = self.line.record
+        metrics = {**self.line.metrics, **self.client_fields()}
+        logger.info(
+            "round %d/%d: loss %s%s, %d/%d answered, %d uploads, %d bytes up, %d down, %.2f s "
+            "(%.2f s overhead)%s",
+            record.round,
+            num_rounds,
+            "   -    " if record.loss is None else f"{record.loss:.6f}",
+            "".join(f", {name} {value:.4g}" for name, value in metrics.items()),
+            sum(width != DROPPED for width in record.widths),
+            len(record.widths),
+            record.num_uploads,
+            record.upload_bytes,
+            record.download_bytes,
+            self.round_seconds,
+            self.overhead_seconds,
+            "" if self.stepped else "; too few, no step",
+        )
+        for incident in self.incidents:
+            level = logging.INFO if incident.kind == "missing" else logging.WARNING
+            text = "round %d: client %d (node %d): %s %s"
+            logger.log(level, text, record.round, *incident)
+
+
+def client_fields(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under the names of their fields in ``rounds.jsonl``.
+
+    >>> client_fields(EVALUATED, {"top-5 accuracy": 0.9, "eval_loss": 0.1})
+    {'eval_top_5_accuracy': 0.9, 'eval_loss': 0.1}
+    """
+    fields = {}
+    for name, value in metrics.items():
+        word = re.sub(r"\W", "_", name)
+        fields[word if word.startswith(prefix) else prefix + word] = value
+    return fields
 
 
 class Journal:

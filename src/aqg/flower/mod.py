@@ -116,7 +116,7 @@ def make_mod(
         try:
             envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
             if is_first and is_held and memory.directory is not None:
-                envelope.records.append(("", ON_DISK, None))
+                envelope.add("", ON_DISK)
             reply.content[RECORD] = pack(envelope)
         except AqgError as error:
             return refusal(message, error)
@@ -165,18 +165,17 @@ def _receive(
     """Put the app's records into the message; return the models, or a reply that asks for one."""
     models: dict[str, Held] = {}
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
-    parts = iter(envelope.parts)
     lost = Envelope(says_version=False)
-    for name, kind, values in envelope.records:
+    for name, kind, given in envelope.records:
         if kind in (COMPRESSED, FULL):
             record = message.content.get(name) if kind == FULL else None
             if kind == FULL and not (isinstance(record, ArrayRecord) and is_readable(record)):
                 raise MessageError(f"the message has no model {name!r} of NumPy arrays")
             whole = values_of(record) if isinstance(record, ArrayRecord) else None
             try:
-                model = receive(next(parts), whole, memory, envelope.version, recipe, start)
+                model = receive(given, whole, memory, envelope.version, recipe, start)
             except OutOfReachError as error:
-                lost.add_model(name, COMPRESSED, error.reply)
+                lost.add(name, COMPRESSED, error.reply)
                 continue
             if not isinstance(record, ArrayRecord) or model.is_completed:
                 record = record_of(model.values.items())
@@ -185,7 +184,7 @@ def _receive(
         elif kind == BESIDE:
             content[name] = message.content[name]
         else:
-            content[name] = envelope.small(kind, values)
+            content[name] = envelope.small(kind, given)
     if lost.records:
         return lost
     message.content = RecordDict(content)
@@ -212,7 +211,7 @@ def _pack_reply(
     for name in list(reply.content):
         record = reply.content[name]
         if not isinstance(record, ArrayRecord):
-            envelope.add(name, record)
+            envelope.add_small(name, record)
             continue
         answered = trained[0] if trained else name
         model = models.get(answered)
@@ -231,11 +230,11 @@ def _pack_reply(
                     loss=loss,
                     seconds=seconds,
                 )
-                envelope.add_model(answered, COMPRESSED, sent)
+                envelope.add(answered, COMPRESSED, sent)
                 continue
             if model.is_stepping:
                 raise MessageError(difference)
-        envelope.records.append((name, BESIDE, None))
+        envelope.add(name, BESIDE)
         packed[name] = record
     reply.content = RecordDict(packed)
     return envelope

@@ -78,10 +78,8 @@ class ServerModel:
 def filled(module: nn.Module, values: Values) -> nn.Module:
     import torch
 
-    with torch.no_grad():
-        for name, tensor in module.state_dict().items():
-            if name in values:
-                tensor.copy_(torch.from_numpy(np.array(values[name])))
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+    module.load_state_dict(tensors, strict=False)
     return module
 
 

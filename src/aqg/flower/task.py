@@ -56,8 +56,9 @@ class TaskModel:
     def __init__(self, layout: ModelLayout, module: torch.nn.Module, buffers: Buffers) -> None:
         self.layout = layout  # which tensors travel
         self.module = module
-        self.initial = self.buffers = buffers  # that the module comes with
-        self.is_agreed = False  # whether it was compared with the server's
+        self.buffers = buffers
+        self._initial = self._opened = buffers  # that the module comes with; and a round
+        self._is_agreed = False  # whether it was compared with the server's
 
     def start(self, client: int) -> Buffers:  # noqa: ARG002  (there is one client here)
         return self.buffers
@@ -71,9 +72,40 @@ class TaskModel:
     def views(self) -> Sequence[AbstractContextManager[None]]:
         return [nullcontext()]
 
-    def open_vector(self, num_params: int) -> None:
-        """Begin a round with a flat vector of the server's; raise where it does not fit."""
-        layout, self.buffers = self.layout, self.initial
+    def open(self, values: Values, policy: object) -> FloatArray:
+        """Begin a round with the server's model; return its parameters as one vector."""
+        layout, vector = self.layout, vector_in(values)
+        if vector is not None:
+            self._check_vector(len(vector))
+            self.buffers = self._opened = self._initial
+            return vector
+        self._check(values, policy)
+        self.buffers = self._opened = Buffers(
+            flatten_tensors(values, layout.statistics, np.float64),
+            flatten_tensors(values, layout.counters, np.int64),
+        )
+        return flatten_tensors(values, layout.parameters)
+
+    def update(self, gradient: FloatArray, values: Values) -> dict[str, Tensor]:
+        """End a round; return what to send by name: parts of the update, and the new buffers."""
+        made, self.buffers = self.buffers, self._opened
+        if vector_in(values) is not None:
+            if not all(map(np.array_equal, made, self._opened)):
+                raise ConfigError(
+                    "training changes buffers of the module, and the server was given a flat "
+                    "vector without them: give make_server_app the module"
+                )
+            return {VECTOR: gradient}
+        parts = unflatten(gradient, self.layout.parameters, gradient.dtype)
+        places = self.layout.statistics, self.layout.counters
+        for flat, specs in zip(made, places, strict=True):
+            buffers = unflatten(flat, specs, flat.dtype).items()
+            parts |= {name: part.astype(values[name].dtype) for name, part in buffers}
+        return parts
+
+    def _check_vector(self, num_params: int) -> None:
+        """Raise `ConfigError` where a flat vector of the server's does not fit."""
+        layout = self.layout
         names = zip((*layout.statistics, *layout.counters), layout.tracked, strict=True)
         tracked = next((spec.name for spec, is_tracked in names if is_tracked), None)
         if layout.carries_buffers and tracked is not None:
@@ -86,25 +118,6 @@ class TaskModel:
                 f"the server's model is another: it has {num_params} parameters, and "
                 f"{layout.model} {layout.num_params}"
             )
-
-    def open(self, values: Values, policy: object) -> FloatArray:
-        """Begin a round with the server's model; return its parameters as one vector."""
-        layout = self.layout
-        self._check(values, policy)
-        self.buffers = Buffers(
-            flatten_tensors(values, layout.statistics, np.float64),
-            flatten_tensors(values, layout.counters, np.int64),
-        )
-        return flatten_tensors(values, layout.parameters)
-
-    def update(self, gradient: FloatArray, values: Values) -> dict[str, Tensor]:
-        """Return what to send by name: parts of the update, and buffers in the types they had."""
-        parts = unflatten(gradient, self.layout.parameters, gradient.dtype)
-        places = self.layout.statistics, self.layout.counters
-        for flat, specs in zip(self.buffers, places, strict=True):
-            buffers = unflatten(flat, specs, flat.dtype).items()
-            parts |= {name: part.astype(values[name].dtype) for name, part in buffers}
-        return parts
 
     def _check(self, values: Values, policy: object) -> None:
         """Raise `ConfigError` where the server's model is another; the text names a tensor."""
@@ -120,7 +133,7 @@ class TaskModel:
             raise ConfigError(
                 f"statistics are {layout.policy!r} here, and {policy!r} at the server"
             )
-        state = {} if self.is_agreed else values_in(self.module)
+        state = {} if self._is_agreed else values_in(self.module)
         for name in values.keys() - state.keys() if state else ():
             raise ConfigError(f"the server's model is another: {layout.model} has no {name!r}")
         frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
@@ -130,7 +143,7 @@ class TaskModel:
                     f"frozen parameters or constant buffers of {layout.model}, such as {name!r}, "
                     "differ from the server's; load the same checkpoint on both sides"
                 )
-        self.is_agreed = True
+        self._is_agreed = True
 
 
 @dataclass(frozen=True)
@@ -240,26 +253,22 @@ class FlowerTask:
         takes_round = num_arguments(train) > 1
         model = TaskModel(layout, module, layout.read_buffers(module))
 
-        def load(params: FloatArray) -> None:
+        def load(params: FloatArray) -> torch.nn.Module:
             layout.load(module, params)
             layout.write_buffers(module, model.buffers)
+            return module
 
         def run(params: FloatArray, round_number: int, key: Key) -> tuple[Said, FloatArray]:  # noqa: ARG001
-            load(params)
             # In half precision the module starts from rounded values.
-            start = layout.flatten(module, finite=False)
+            start = layout.flatten(load(params), finite=False)
             said = train(module, round_number) if takes_round else train(module)
             model.buffers = layout.read_buffers(module)
             pseudo_gradient: FloatArray = start - layout.flatten(module, finite=False)
             return said, pseudo_gradient.astype(params.dtype, copy=False)
 
-        def measure(params: FloatArray) -> Said:
-            load(params)
-            return evaluate(module) if evaluate is not None else math.nan
-
-        measures = measure if evaluate is not None else None
+        measure = None if evaluate is None else (lambda params: evaluate(load(params)))
         is_measured = evaluate is None
-        return FlowerTask(run, num_samples, measures, train_measures=is_measured, model=model)
+        return FlowerTask(run, num_samples, measure, train_measures=is_measured, model=model)
 
 
 def num_arguments(function: Callable[..., object]) -> int:
@@ -345,25 +354,16 @@ def _answer(message: Message, make: Callable[[], RecordDict]) -> Message:
 
 def _train(task: FlowerTask, content: RecordDict) -> RecordDict:
     """Return the update that a task makes of the model, and what it measured."""
-    values, params, model = *_open(task, content), task.model
+    values, params = _open(task, content)
     told = content.config_records[ORDER]
     key = (int(told["seed"]), int(told["client"]), int(told["round"]))  # type: ignore[arg-type]
-    before = None if model is None else model.buffers
     said, gradient = task.train(params, key[2], key)
     gradient = np.asarray(gradient)
     if gradient.shape != params.shape:
         raise GradientError(f"train returned shape {gradient.shape}; the model has {params.shape}")
     loss, metrics = loss_and_metrics(said)
     gradient = gradient.astype(params.dtype, copy=False)
-    is_vector = list(values) == [VECTOR]
-    update = {VECTOR: gradient} if model is None or is_vector else model.update(gradient, values)
-    if model is not None and before is not None:
-        if is_vector and not all(map(np.array_equal, model.buffers, before)):
-            raise ConfigError(
-                "training changes buffers of the module, and the server was given a flat vector "
-                "without them: give make_server_app the module"
-            )
-        model.buffers = before
+    update = {VECTOR: gradient} if task.model is None else task.model.update(gradient, values)
     config = next((r for n, r in content.config_records.items() if n != ORDER), ConfigRecord())
     if not config.get("measure", True):
         loss = math.nan
@@ -384,18 +384,20 @@ def _evaluate(task: FlowerTask, content: RecordDict) -> RecordDict:
 def _open(task: FlowerTask, content: RecordDict) -> tuple[Values, FloatArray]:
     """Return the tensors of the model, and its parameters as one vector; set its buffers."""
     values = values_of(next(iter(content.array_records.values())))
-    model = task.model
-    if list(values) == [VECTOR]:
-        params: FloatArray = np.array(values[VECTOR])
-        if model is not None:
-            model.open_vector(len(params))
-        return values, params
-    if model is None:
+    if task.model is not None:
+        return values, task.model.open(values, content.config_records[ORDER]["statistics"])
+    vector = vector_in(values)
+    if vector is None:
         raise ConfigError(
             f"the server's model has {len(values)} tensors, and this task a flat vector: give the "
             "server a flat vector, or make the task of a module"
         )
-    return values, model.open(values, content.config_records[ORDER]["statistics"])
+    return values, vector
+
+
+def vector_in(values: Values) -> FloatArray | None:
+    """Return the flat vector that is all of a model; None where it has tensors of its own."""
+    return np.array(values[VECTOR]) if list(values) == [VECTOR] else None
 
 
 def _metrics(loss: float, metrics: Mapping[str, float], task: FlowerTask) -> MetricRecord:

@@ -1,16 +1,13 @@
-"""What nodes say of themselves: who they are, how much they count, and their losses.
+"""Who the clients of our own server are.
 
 The server never takes an identity from a reply: it knows to which node it sent the message. How a
 node gets the index ``m`` of a client is decided here, once, and holds as long as the node lives.
-What else a node says is bounded before it weighs anything.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -18,14 +15,8 @@ from flwr.serverapp import Grid
 
 from aqg.core.types import Float64Array
 from aqg.errors import AqgError, MessageError
-from aqg.flower.envelope import HELLO, RECORD, Envelope, logger, loss_in, pack, plain, unpack
+from aqg.flower.envelope import HELLO, RECORD, Envelope, logger, pack, plain, unpack
 from aqg.flower.private import bounded_pulls, pauses
-from aqg.runs.stopping import has_diverged
-
-_MOST_EXAMPLES = 1e12
-"""A node that says it has more examples is refused."""
-_MOST_TIMES = 1e6
-"""Likewise one that says it has so many times the examples of all others together."""
 
 
 class Roster:
@@ -170,149 +161,3 @@ class Roster:
         if former:  # another node's samples are not this one's
             self.num_samples[client] = 0
         self._refused.discard(node)
-
-
-class Checks:
-    """Says of replies whether what they hold besides the update can be used; here, always."""
-
-    def check(self, content: RecordDict, is_train: bool) -> None:
-        """Raise `MessageError` where a reply will not do."""
-
-    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:  # noqa: ARG002
-        """Return which replies of a round will not do beside the others, and why."""
-        return {}
-
-
-class AverageChecks(Checks):
-    """Refuses replies that Flower's FedAvg, and what is made from it, could not use.
-
-    They end the run where a reply has more than one record of a kind, where replies have other
-    metrics or arrays than the rest, and where all weights are zero; and a single node that says it
-    has a million times the examples of all others would be the model.
-
-    Args:
-        key: the metric that says how many examples a node has.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def check(self, content: RecordDict, is_train: bool) -> None:
-        metrics, arrays = list(content.metric_records.values()), content.array_records
-        if len(metrics) != 1:
-            raise MessageError(f"its reply has {len(metrics)} MetricRecords; it must have one")
-        if is_train and len(arrays) != 1:
-            raise MessageError(f"its reply has {len(arrays)} ArrayRecords; it must have one")
-        key = self._key
-        weight: Any = metrics[0].get(key)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise MessageError(f"its metric {key!r} is {weight!r}; it must be a number")
-        if not 0 <= weight <= _MOST_EXAMPLES:
-            raise MessageError(f"its metric {key!r} is {weight}; 0 to {_MOST_EXAMPLES:g} is taken")
-
-    def compare(self, contents: Mapping[str, RecordDict]) -> dict[str, str]:
-        key, reasons, weights = self._key, dict[str, str](), dict[str, float]()
-        held = {answers: _names_in(content) for answers, content in contents.items()}
-        most = Counter(held.values()).most_common(1)[0][0] if held else frozenset()
-        for answers, content in contents.items():
-            if held[answers] != most:
-                odd = min(held[answers] ^ most)
-                reasons[answers] = f"its reply differs from most others in {odd}"
-            else:
-                [metrics] = content.metric_records.values()
-                weights[answers] = float(metrics[key])  # type: ignore[arg-type]
-        total = sum(weights.values())
-        for answers, weight in weights.items():
-            if not total:
-                reasons[answers] = f"its metric {key!r} is 0, as that of all others"
-            elif len(weights) > 1 and weight > _MOST_TIMES * (total - weight):
-                others = f"all others together have {total - weight:g}"
-                reasons[answers] = f"its metric {key!r} is {weight:g}; {others}"
-        return reasons
-
-
-def _names_in(content: RecordDict) -> frozenset[str]:
-    kinds = {"array": content.array_records, "metric": content.metric_records}
-    return frozenset(
-        f"{kind} {key!r} of {name!r}"
-        for kind, records in kinds.items()
-        for name, record in records.items()  # type: ignore[attr-defined]
-        for key in record
-    )
-
-
-def cap_shares(amounts: Float64Array, share: float) -> Float64Array:
-    """Lower the largest amounts until none is more than a share of all.
-
-    Nothing is lowered for the sake of amounts of zero alone: somebody must have something.
-
-    >>> cap_shares(np.array([10.0, 1e15, 30.0]), 0.6).tolist()
-    [10.0, 60.0, 30.0]
-    >>> cap_shares(np.array([10.0, 20.0, 30.0]), 0.6).tolist()
-    [10.0, 20.0, 30.0]
-    """
-    descending = np.sort(amounts)[::-1]
-    cap = descending[-1]
-    for count, largest in enumerate(descending):  # so many are lowered
-        free, rest = 1 - count * share, descending[count:].sum()
-        if free <= 0 or rest <= 0:
-            cap = descending[count - 1]
-            break
-        cap = share * rest / free
-        if largest <= cap:
-            break
-    capped: Float64Array = np.minimum(amounts, cap)
-    return capped
-
-
-class CommonLoss(NamedTuple):
-    """What the losses of clients say together."""
-
-    mean: float | None  # the weighted mean over the clients that measured; None where none did
-    # whether more than half of the sampled clients report a loss beyond all use; in a federation
-    # of several, one client is never enough
-    has_diverged: bool
-    absurd: list[int]  # whose loss is beyond all use, of either sign, and left out of the mean
-
-    @staticmethod
-    def of(
-        found: Mapping[int, Mapping[str, float]], weights: Float64Array, num_sampled: int
-    ) -> CommonLoss:
-        """Return the loss, by the metrics of some clients and the weights of all."""
-        losses = np.full(len(weights), np.nan)
-        losses[list(found)] = [loss_in(metrics) for metrics in found.values()]
-        known = np.flatnonzero(~np.isnan(losses)).tolist()
-        num_diverged = sum(has_diverged(losses[client]) for client in known)
-        diverged = 2 * num_diverged > num_sampled and num_diverged >= min(2, len(losses))
-        absurd = [c for c in known if not diverged and has_diverged(abs(losses[c]))]
-        losses[absurd] = np.nan
-        measured = ~np.isnan(losses)
-        if not measured.any():
-            return CommonLoss(None, diverged, absurd)
-        if measured.all():
-            mean = np.mean(weights * losses)
-        elif not weights[measured].any():  # none of them has said how many samples it has
-            mean = np.mean(losses[measured])
-        else:
-            mean = np.average(losses[measured], weights=weights[measured])
-        return CommonLoss(float(mean), diverged, absurd)
-
-
-def mean_metrics(found: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of every metric over the clients that sent it; NaN stays NaN.
-
-    Args:
-        found: the weight and the metrics of every client.
-
-    >>> mean_metrics([(10.0, {"accuracy": 0.5}), (30.0, {"accuracy": 0.9, "own": 2.0})])
-    {'accuracy': 0.8, 'own': 2.0}
-    """
-    means = {}
-    for name in dict.fromkeys(name for _, metrics in found for name in metrics):
-        pairs = [(weight, metrics[name]) for weight, metrics in found if name in metrics]
-        total = sum(weight for weight, _ in pairs)
-        if total > 0:
-            means[name] = sum(weight * value for weight, value in pairs) / total
-        else:
-            means[name] = sum(value for _, value in pairs) / len(pairs)
-    return means
