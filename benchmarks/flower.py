@@ -197,7 +197,7 @@ def measure_bytes(options: argparse.Namespace) -> None:
         deployment.run(APP, settings)
         wait_for_round(directory, 2)  # the app itself has been sent to the nodes by then
         begin, requests = now(), Requests()
-        deployment.meter.watch = requests.hear
+        deployment.meter.watch = requests.count
         rows = wait_for_round(directory, options.rounds)
         spent = now() - begin
         deployment.meter.watch = None
@@ -237,7 +237,7 @@ class Requests:
         self.bodies: Counter[str] = Counter()
         self._current: dict[int, str] = {}
 
-    def hear(self, _name: str, connection: int, data: bytes) -> None:
+    def count(self, _name: str, connection: int, data: bytes) -> None:
         """Take note of what a node sends on a connection: heads of requests, or bodies."""
         for found in re.finditer(rb"POST (\S+) HTTP.*?\r\n\r\n", data, re.DOTALL):
             path = found[1].decode().rpartition("/")[2]

@@ -22,11 +22,13 @@ class Meter:
     """Listens on ports of its own and passes everything on to another address.
 
     One port per name, so that traffic can be told apart. Runs in a thread, until it is closed.
+    ``watch`` is told the name, a number for the connection, and what a node sends.
     """
 
     def __init__(self, host, target):
         self.host = host
         self.target = target
+        self.watch = None
         self._counts = {}
         self._servers = []
         self._loop = asyncio.new_event_loop()
@@ -77,6 +79,8 @@ class Meter:
     async def _pump(self, name, direction, reader, writer):
         while data := await reader.read(_CHUNK_BYTES):
             self._counts[name][direction] += len(data)
+            if direction == 0 and self.watch is not None:
+                self.watch(name, id(reader), data)
             writer.write(data)
             await writer.drain()
         if writer.can_write_eof():
