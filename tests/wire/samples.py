@@ -18,10 +18,10 @@ from aqg.core.messages import (
     quantize_rotated,
     to_halves,
 )
-from aqg.core.quantizers import largest
+from aqg.core.quantizers import Request, Rotated, largest
 from aqg.wire.frame import Mode
 
-FIELD_MODES = (Mode.HALF, Mode.SPARSE, Mode.BLOCKS, Mode.ROTATED, Mode.BUCKETS, Mode.TURNED)
+FIELD_MODES = tuple(mode for mode in Mode if mode >= Mode.HALF)
 
 
 def field_message(mode, vector, share=0.1, seed=1):
@@ -40,6 +40,8 @@ def field_message(mode, vector, share=0.1, seed=1):
         return RotatedUpload(codes, scales, seed, len(vector), width)
     if mode is Mode.ROTATED:
         return RotatedUpload(*quantize_rotated(vector, seed, True), seed, len(vector))
+    if mode is Mode.SAMPLED:
+        return Rotated(share=share).quantize(vector, Request(1, key=(seed,)))
     indices = largest(vector, round(share * len(vector))) if len(vector) else np.arange(0)
     halves, exponent = to_halves(vector[indices])
     return SparseUpload(indices[halves != 0], halves[halves != 0], exponent, len(vector))

@@ -167,9 +167,13 @@ def test_clustered_places_take_less():
     assert sizes[1] < 0.5 * sizes[0]
 
 
-def test_rotated_frames_take_a_bit_per_coordinate():
-    message = field_message(Mode.ROTATED, np.random.default_rng(4).standard_normal(159_010))
-    assert size_of(message) <= 159_010 / 8 + 60
+def test_rotated_frames_take_a_bit_per_coordinate_or_less():
+    vector = np.random.default_rng(4).standard_normal(159_010)
+    assert size_of(field_message(Mode.ROTATED, vector)) <= 159_010 / 8 + 60
+    for share in (0.5, 0.25, 0.01):
+        frame = encode(field_message(Mode.SAMPLED, vector, share))
+        assert mode_of(frame) is Mode.SAMPLED
+        assert len(frame) <= share * 159_010 / 8 + 60
     assert sum(block_lengths(159_010)) - 159_010 < 64
 
 
@@ -262,6 +266,10 @@ MANY = np.ones(300, np.uint8)
         (RotatedUpload, (FOUR, np.ones(1), 0, 3), "scales are float64"),
         (RotatedUpload, (FOUR, ONE, 1 << 32, 3), "seed 4294967296"),
         (RotatedUpload, (FOUR, -ONE, 0, 3), "negative, NaN or infinite"),
+        (RotatedUpload, (FOUR, ONE, 0, 3, 1, 3), "3 of 3 coordinates at 1 bits are rotated"),
+        (RotatedUpload, (FOUR, ONE, 0, 3, 1, -2), "-2 of 3 coordinates"),
+        (RotatedUpload, (FOUR, ONE, 0, 9, 2, 3), "3 of 9 coordinates at 2 bits"),
+        (RotatedUpload, (FOUR, ONE, 0, 9, 1, 5), "they must be 8 uint8"),
     ],
 )
 def test_messages_check_their_parts(kind, parts, reason):
@@ -339,6 +347,14 @@ PLACES = b"\x00" + bytes([0b011001])  # packed: 1, 2, 1
         (framed(Mode.ROTATED, 3, b"\x00" * 10), 3, "4 levels of 1 bits take 1 bytes, not 2"),
         (framed(Mode.ROTATED, 3, b"\x00" * 8 + b"\x10"), 3, "unused bits must be zero"),
         (framed(Mode.ROTATED, 3, b"\x00" * 6 + b"\xc0\x7f\x01"), 3, "NaN or infinite"),
+        (framed(Mode.SAMPLED, 3, b""), 3, "ends inside the varint"),
+        (framed(Mode.SAMPLED, 3, b"\x00" * 10), 3, "0 of 3 coordinates are not what mode SAMPLED"),
+        (framed(Mode.SAMPLED, 4, b"\x04" + b"\x00" * 9), 4, "4 of 4 coordinates are not"),
+        (framed(Mode.SAMPLED, 4, b"\xff" * 8 + b"\x7f"), 4, "of 4 coordinates are not"),
+        (framed(Mode.SAMPLED, 900, b"\xbc\x05" + b"\x00" * 9), 900, "11, inside the scales"),
+        (framed(Mode.SAMPLED, 4, b"\x03" + b"\x00" * 10), 4, "4 levels of 1 bits take 1 bytes"),
+        (framed(Mode.SAMPLED, 4, b"\x03" + b"\x00" * 8 + b"\x10"), 4, "unused bits must be zero"),
+        (framed(Mode.SAMPLED, 4, b"\x03" + b"\x00" * 6 + b"\xc0\x7f\x01"), 4, "NaN or infinite"),
         (gaps(b""), 1000, "ends inside the varint"),
         (gaps(b"\xe9\x07"), 1000, "1001 levels of 1000"),
         (gaps(GAPS[:-1]), 1000, "end beyond the frame"),

@@ -17,7 +17,7 @@ from aqg.core.grids import (
     num_levels,
     value_table,
 )
-from aqg.core.types import ByValue, Float64Array, FloatArray, Levels
+from aqg.core.types import ByValue, Float64Array, FloatArray, IntArray, Levels
 from aqg.errors import MessageError
 
 _PIECE = 1 << 20
@@ -298,6 +298,9 @@ class BlockUpload(ByValue):
 # for a normal distribution (Lloyd and Max), and ``S = ‖x‖₂²/⟨Rx, c⟩`` or ``⟨Rx, c⟩/‖c‖₂²``. Points
 # are multiples of 1/4096, so that the inverse rotation sums integers, the same on every machine.
 #
+# Below one bit ``x`` is ``k`` of the vector's ``n`` coordinates, drawn from the seed. The others
+# arrive as zero, and ``S`` is ``n/k`` times as large where it is unbiased.
+#
 # A Hadamard matrix has a power of two rows: a vector is cut into blocks of such lengths, each with
 # a scale of its own. The last coordinates, fewer than 64, are filled up with zeros.
 
@@ -333,15 +336,30 @@ def block_lengths(length: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def random_signs(seed: int, length: int) -> NDArray[np.int8]:
-    """Return the diagonal of ``D``: the bits of the generator SplitMix64 as signs, lowest first."""
-    counter = np.arange(1, -(-length // 64) + 1, dtype=np.uint64)
+def _random_words(seed: int, count: int) -> NDArray[np.uint64]:
+    """Return the first numbers of the generator SplitMix64; none comes twice."""
+    counter = np.arange(1, count + 1, dtype=np.uint64)
     word = counter * np.uint64(_GOLDEN) + np.uint64(seed)
     word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     word ^= word >> np.uint64(31)
-    bits = np.unpackbits(word.astype("<u8").view(np.uint8), bitorder="little")[:length]
+    return word
+
+
+def random_signs(seed: int, length: int) -> NDArray[np.int8]:
+    """Return the diagonal of ``D``: the bits of random words as signs, lowest first."""
+    words = _random_words(seed, -(-length // 64)).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:length]
     return 2 * bits.astype(np.int8) - np.int8(1)
+
+
+def random_places(seed: int, length: int, count: int) -> IntArray:
+    """Return ``count`` of the places below ``length``, increasing: those of the smallest words.
+
+    The words start ``2^32`` above the seed, so that the random signs are not made of the same ones.
+    """
+    words = _random_words(seed + (1 << 32), length)
+    return np.flatnonzero(words <= np.partition(words, count - 1)[count - 1])
 
 
 def hadamard(vector: NDArray[np.int32] | NDArray[np.int64] | Float64Array) -> None:
@@ -397,18 +415,24 @@ def _round_block(block: Float64Array, squared_norm: float, unbiased: bool, width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotatedUpload(ByValue):
-    """The signs of a rotated vector, or codes of two or four bits."""
+    """The signs of a rotated vector, or of a part of it, or codes of two or four bits."""
 
     signs: NDArray[np.uint8]  # a code below ``2^width`` for every coordinate of all blocks
     scales: NDArray[np.float32]  # ``S`` of every block
     seed: int  # of the rotation, below ``2^32``
     length: int  # how many coordinates the vector has
     width: int = 1  # bits per coordinate
+    taken: int = 0  # so many coordinates, at `random_places`, were rotated; 0: all
 
     def __post_init__(self) -> None:
         if self.width not in WIDTHS:
             raise MessageError(f"a rotated upload has {self.width} bits, not one of {WIDTHS}")
-        lengths = block_lengths(self.length)
+        if self.taken and not (0 < self.taken < self.length and self.width == 1):
+            raise MessageError(
+                f"{self.taken} of {self.length} coordinates at {self.width} bits are rotated; "
+                "it must be all, or fewer at 1 bit"
+            )
+        lengths = block_lengths(self.taken or self.length)
         _require("signs", self.signs, np.uint8, sum(lengths))
         _require("scales", self.scales, np.float32, len(lengths))
         if not 0 <= self.seed < 1 << 32:
@@ -424,7 +448,7 @@ class RotatedUpload(ByValue):
             raise MessageError("a scale of a rotated upload is negative, NaN or infinite")
 
     def values(self, dtype: type[np.floating]) -> FloatArray:
-        lengths = block_lengths(self.length)
+        lengths = block_lengths(self.taken or self.length)
         unit = 1
         integers: NDArray[Any] = 2 * self.signs.astype(np.int32) - np.int32(1)
         if self.width > 1:
@@ -436,7 +460,12 @@ class RotatedUpload(ByValue):
             factors[start : start + length] = scale / length**0.5 / unit
             start += length
         integers *= random_signs(self.seed, len(integers))
-        return (integers * factors)[: self.length].astype(dtype)
+        found: FloatArray = (integers * factors)[: self.taken or self.length].astype(dtype)
+        if not self.taken:
+            return found
+        values: FloatArray = np.zeros(self.length, dtype)
+        values[random_places(self.seed, self.length, self.taken)] = found
+        return values
 
 
 AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload

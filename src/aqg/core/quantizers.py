@@ -30,6 +30,7 @@ from aqg.core.messages import (
     Upload,
     quantize_blocks,
     quantize_rotated,
+    random_places,
     to_halves,
 )
 from aqg.core.types import FloatArray, IntArray
@@ -147,11 +148,18 @@ class Rotated(Quantizer):
     """A few bits per coordinate after a random rotation: `aqg.core.messages`."""
 
     unbiased: bool = True
+    share: float = 1.0  # of the coordinates, drawn at random; nothing of the others is sent
 
     def quantize(self, vector: FloatArray, request: Request) -> RotatedUpload:
         seed = int(np.random.default_rng(list(request.key)).integers(1 << 32))
+        length, count = len(vector), num_kept(self.share, len(vector))
+        taken = count if count < length else 0
+        if taken:
+            vector = vector[random_places(seed, length, taken)]
         codes, scales = quantize_rotated(vector, seed, self.unbiased, request.width)
-        return RotatedUpload(codes, scales, seed, len(vector), request.width)
+        if taken and self.unbiased:
+            scales *= np.float32(length / taken)
+        return RotatedUpload(codes, scales, seed, length, request.width, taken)
 
 
 TERNARY_WIDTH = 2

@@ -241,11 +241,16 @@ def _fedpaq(*, levels: int = 4) -> Recipe:
 
 
 @register("eden", "EDEN: the signs of the randomly rotated gradient, no memory")
-def _eden(*, unbiased: int = 1, width: int = 1) -> Recipe:
-    """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error."""
+def _eden(*, unbiased: int = 1, width: float = 1) -> Recipe:
+    """Vargaftik et al., EDEN; with ``unbiased=0`` the scale of DRIVE's least error.
+
+    A width below one is the share of the coordinates that are sent, with one bit each.
+    """
     require(unbiased in (0, 1), "unbiased", unbiased, "0 or 1")
-    require(width in WIDTHS, "width", width, f"one of {', '.join(map(str, WIDTHS))}")
-    return _updates(Always(width), quantizers.Rotated(bool(unbiased)))
+    known = ", ".join(map(str, WIDTHS))
+    require(0 < width < 1 or width in WIDTHS, "width", width, f"one of {known}, or in (0, 1)")
+    quantizer = quantizers.Rotated(bool(unbiased), share=min(width, 1.0))
+    return _updates(Always(max(1, int(width))), quantizer)
 
 
 @register("aquila", "AQUILA: a width from the innovation's shape, or nothing")

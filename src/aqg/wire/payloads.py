@@ -27,7 +27,7 @@ from aqg.wire.varint import Reader, write_part, write_varint
 
 
 class Mode(enum.IntEnum):
-    """How the payload is written. Modes 6, 7 are kept for levels, 16..31 for other messages."""
+    """How the payload is written. Modes 6, 7 are kept for levels, 17..31 for other messages."""
 
     SKIP = 0
     RAW = 1
@@ -43,6 +43,7 @@ class Mode(enum.IntEnum):
     ROTATED = 13
     BUCKETS = 14
     TURNED = 15
+    SAMPLED = 16
 
 
 Values = DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
@@ -65,6 +66,8 @@ def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
             return Mode.HALF, bytes([upload.exponent + EXPONENT_OFFSET]) + coded
         case SparseUpload():
             return Mode.SPARSE, _encode_sparse(upload, threads)
+        case RotatedUpload() if upload.taken:
+            return Mode.SAMPLED, write_varint(upload.taken) + _encode_rotated(upload)
         case RotatedUpload(width=1):
             return Mode.ROTATED, _encode_rotated(upload)
         case RotatedUpload():
@@ -157,12 +160,14 @@ def _encode_rotated(upload: RotatedUpload) -> bytes:
     return struct.pack("<I", upload.seed) + scales + pack(upload.signs, upload.width).tobytes()
 
 
-def _decode_rotated(reader: Reader, length: int, _: int | None, width: int = 1) -> RotatedUpload:
-    lengths = messages.block_lengths(length)
+def _decode_rotated(
+    reader: Reader, length: int, _: int | None, width: int = 1, taken: int = 0
+) -> RotatedUpload:
+    lengths = messages.block_lengths(taken or length)
     seed = int(reader.array(1, "<u4", "the seed")[0])
     scales = reader.array(len(lengths), "<f4", "the scales").astype(np.float32)
     signs = unpack(reader.rest(), width, sum(lengths)).astype(np.uint8, copy=False)
-    return RotatedUpload(signs, scales, seed, length, width)
+    return RotatedUpload(signs, scales, seed, length, width, taken)
 
 
 def _decode_turned(reader: Reader, length: int, threads: int | None) -> RotatedUpload:
@@ -170,6 +175,13 @@ def _decode_turned(reader: Reader, length: int, threads: int | None) -> RotatedU
     if width not in messages.WIDTHS or width == 1:
         raise WireError(f"codes of {width} bits are not what mode TURNED has")
     return _decode_rotated(reader, length, threads, width)
+
+
+def _decode_sampled(reader: Reader, length: int, threads: int | None) -> RotatedUpload:
+    taken = reader.varint()
+    if not 0 < taken < length:
+        raise WireError(f"{taken} of {length} coordinates are not what mode SAMPLED has")
+    return _decode_rotated(reader, length, threads, taken=taken)
 
 
 _DECODERS: dict[Mode, Callable[[Reader, int, int | None], Values]] = {
@@ -183,6 +195,7 @@ _DECODERS: dict[Mode, Callable[[Reader, int, int | None], Values]] = {
     Mode.ROTATED: _decode_rotated,
     Mode.BUCKETS: _decode_buckets,
     Mode.TURNED: _decode_turned,
+    Mode.SAMPLED: _decode_sampled,
 }
 
 

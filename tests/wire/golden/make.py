@@ -21,6 +21,7 @@ from aqg.core.messages import (
     Upload,
     quantize_blocks,
     quantize_rotated,
+    random_places,
     to_halves,
 )
 from aqg.wire import Known, encode
@@ -50,6 +51,7 @@ def golden_messages():
     normal = random.normal(size=400).astype(np.float32)
     random = np.random.default_rng(2025)
     vector = random.standard_t(3, 3000) * 1e-3
+    few = vector[random_places(11, 3000, 750)]
     clustered = np.flatnonzero(np.repeat(random.random(300) < 0.05, 10))
     return {
         "skip": Skip(),
@@ -74,6 +76,7 @@ def golden_messages():
         "buckets": BlockUpload(*quantize_blocks(vector, 512, 7, random.random(3000)), 512),
         "turned-2-bit": RotatedUpload(*quantize_rotated(vector, 7, True, 2), 7, 3000, 2),
         "turned-4-bit": RotatedUpload(*quantize_rotated(vector, 7, False, 4), 7, 3000, 4),
+        "sampled": RotatedUpload(*quantize_rotated(few, 11, False), 11, 3000, 1, 750),
     }
 
 
@@ -96,6 +99,7 @@ def main():
         frame = encode(message, known=golden_known(1000) if name == "hinted-4-bit" else None)
         if not path.exists():
             path.write_bytes(frame)
+        frame = path.read_bytes()  # which may be of another mode than is the shortest today
         length = 0 if isinstance(message, Skip) else len(message)
         case = {"name": name, "mode": Mode(frame[0] & 0x1F).name, "length": length}
         if isinstance(message, Upload):
