@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: without bytecode, each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test soak quick check compiled format docs clean lab flower sessions training runs library rest
+.PHONY: run test soak quick check compiled format docs clean lab apps flower training runs sessions library rest
 
 run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what they cost
 	$(BIN)/aqg run
@@ -19,12 +19,13 @@ run: $(VENV)/.ready-run  ## train auto, gd and laq on digits and compare what th
 # files alone. The last one has whatever is in no other; deployments, the first, wait for processes.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 lab := tests/lab
-flower := tests/flower
+apps := tests/flower/test_apps.py tests/flower/test_models.py tests/flower/test_strategy.py
+flower := $(filter-out $(apps),$(wildcard tests/flower/test_*.py))
 sessions := tests/protocol tests/channel tests/examples
 training := tests/sim tests/objectives tests/contrib
 runs := tests/cli tests/runs tests/studies tests/report
 library := tests/core tests/wire tests/data
-PARTS := lab flower sessions training runs library
+PARTS := lab apps flower training runs sessions library
 
 test: $(VENV)/.ready-test  ## what a push needs, within five minutes: format, lint, types, tests
 	$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target check $(PARTS) rest
