@@ -64,8 +64,8 @@ OPEN, MOVING, FORGETTING = 1, 2, 4
 """Flags before a layout: whether a client may choose, by what its training changes, which tensors
 are compressed; whether the vector has a velocity; and whether the client is to hold nothing."""
 _CAUTION = 0.03
-"""Recipes are told this part of the movement. A round of local training goes far: an update that is
-out of date by as much as the model moves, which a gradient may be, makes the model swing."""
+"""Factor on the movement that recipes see. After local training, tolerating an error as large as
+the step makes training oscillate; with exact gradients it does not."""
 _MOST_SUMMED = 1 << 20
 """Coordinates of which replies are summed up; of larger models that many are a sample."""
 _STEPS = 10

@@ -270,7 +270,7 @@ class Journal:
         write_arrays(self._directory / CHECKPOINT, arrays)
 
     def begin(self, number: int, describe: Mapping[str, Any], dtype: str) -> None:
-        """Begin, or go on at a round: open all that is written to."""
+        """Start or resume at a round: open all that is written to."""
         settings, directory = self._settings, self._directory
         config = config_of(settings, describe, dtype)
         self._lines: list[Line] = []
