@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aqg.core import auto, budget, downlink
+from aqg.core import auto, downlink
 from aqg.runs.cost import Meter, running_totals
 from aqg.runs.setup import build_problem, follow_target, make_simulation
 from aqg.sim.engine import FastSimulation
@@ -105,13 +105,13 @@ ROWS = {
     "half": Row("half of the energy", recipe="auto:share=0.5"),
     "walk": Row(
         "what is not sent is kept, even where the model gets nowhere",
-        constants=((budget.Budget, "while_steady", lambda *_: budget.Budget()),),
+        constants=((auto.Budget, "while_steady", lambda *_: auto.Budget()),),
     ),
     "most": Row("a surge moves the model as far as it goes", {"most": 1e9}),
     "noise": Row("ν = 4: less is sent, with four times the noise", recipe="auto:noise=4"),
     "agreement": Row(
         "b = 1 in every round, however much uploads agree",
-        constants=((budget.Budget, "after", lambda self, *_: self),),
+        constants=((auto.Budget, "after", lambda self, *_: self),),
     ),
     "first": Row("first step not bounded by the model's length", {"first": 1e9}),
     "widest": Row("first step not bounded by averaging's", {"widest": 1e9}),

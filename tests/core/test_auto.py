@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.auto import Draws, Share
-from aqg.core.budget import Budget, first_budget
+from aqg.core.auto import Budget, Draws, Share, first_budget
 from aqg.core.downlink import resolve_downlink
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.messages import energy_of

@@ -41,7 +41,7 @@ from aqg.channel.tensors import (
     squared_norm,
     vector_dtype,
 )
-from aqg.core.budget import first_budget
+from aqg.core.auto import first_budget
 from aqg.core.downlink import Condensed, rounded_up
 from aqg.core.grids import value_table
 from aqg.core.messages import AnyUpload, Message, Skip, Upload, energy_of, num_nonzero

@@ -27,7 +27,25 @@ part of a step that is left over. Below one step ``p = |g_i|/τ``, so that
 whatever the model, its size and the shape of the update are: ``‖g‖₁²/‖g‖₂²/(1 + b)`` coordinates on
 average. The mean is right whatever ``τ`` is: a client may vanish, be new, or be one of a million.
 The server chooses ``b`` so that the sum of a round's uploads carries as much noise as signal
-(`aqg.core.budget`).
+(`Budget`). It can tell both apart: noise is independent, and updates are not. Where they agree
+their sum grows faster than the noise in it, and every client may say less. From the sum
+``T = Σ_m w_m Q_m`` of a round and the energies ``W = Σ_m ‖w_m Q_m‖²`` of its parts,
+
+    ``‖Σ_m w_m g_m‖² ≈ ‖T‖² - W·b/(1 + b)``  and  ``Σ_m ‖w_m g_m‖² ≈ W/(1 + b)``,
+
+because noise adds ``b·‖g_m‖²`` to the energy of an upload and, being independent, as much to that
+of the sum. The noise of the sum is ``ν`` times its own energy if in the next round
+
+    ``b = ν·‖Σ_m w_m g_m‖² / Σ_m ‖w_m g_m‖²``,
+
+which is ``ν`` for updates that have nothing in common, ``ν·m`` for ``m`` equal ones, and less than
+``ν`` for those that cancel each other.
+
+*Where the model gets nowhere* steady clients round at random, too. What they keep and send at
+different times does not cancel out, so that updates which do cancel, as those of clients with one
+label each that train hard, move the model at random. After steps ``s_k`` that have nothing in
+common its squared distance from the start is ``Σ_k ‖s_k‖²``. While it is less than half of that,
+they are told ``b`` in place of 0, and keep nothing.
 
 **The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`), and the mean over the last
 models is what counts. **The downlink** is `aqg.core.downlink.Condensed`, with entries of ``½·√p``
@@ -42,6 +60,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +78,8 @@ SHARE = 0.75
 """Of the energy of an update and what is left of earlier ones, what a client sends in a round."""
 NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
+LOST = 0.5
+"""A squared distance from the start below which a model gets nowhere, in that of a random walk."""
 FIRST, LONGEST_FIRST, AVERAGE, MOST = 0.2, 16, 8, 2
 """Options of `aqg.core.step_sizes.DistanceOverGradients`."""
 RATIO, AWAY = 0.5, 0.5
@@ -74,6 +95,10 @@ STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}:most={MOST}"
 DOWNLINK = f"condensed:ratio={RATIO}:away={AWAY}"
 EXACT_DOWNLINK = f"condensed:tolerance={EXACT_TOLERANCE}"
 
+_BELOW = 1 - 2.0**-40
+"""So that what is 1 but for its last bits, as with a single upload, is rounded to 1."""
+_LEAST = 2.0**-20
+"""A noise that is as good as none, where uploads are rounded at random all the same."""
 _WIDTH = 8
 _TOP = (1 << (_WIDTH - 1)) - 1
 """The largest level: a byte per coordinate holds it."""
@@ -183,6 +208,51 @@ class Patience(ErrorFeedback):
         if outcome.noise:
             return {"residual": outcome.space.zeros_like(outcome.vectors)}
         return super().after(state, outcome)
+
+
+class Budget(NamedTuple):
+    """What uploads may add."""
+
+    noise: float = 0.0  # ``b`` of the next round, a bfloat16 number
+    walk: float = 0.0  # ``Σ_k ‖s_k‖²``, where clients keep what they do not send
+
+    def after(self, nu: float, of_sum: float, of_parts: float, most: float) -> Budget:
+        """Return the budget after a round, from ``ν``, ``‖T‖²`` and ``W``.
+
+        ``most`` is how many uploads there were, or were expected.
+
+        >>> Budget(1.0).after(1.0, of_sum=2.0, of_parts=2.0, most=10).noise  # nothing in common
+        1.0
+        >>> Budget(1.0).after(1.0, of_sum=11.0, of_parts=2.0, most=10).noise  # ten that are equal
+        10.0
+        """
+        if not 0 < of_parts < float("inf") or not of_sum < float("inf"):
+            return self
+        b = self.noise
+        signal, energy = of_sum - of_parts * b / (1.0 + b), of_parts / (1.0 + b)
+        if not energy:  # too small a number
+            return self
+        agreement = min(max(signal / energy, 0.0), max(1.0, most))
+        return self._replace(noise=round_up_to_bfloat16(nu * agreement * _BELOW))
+
+    def while_steady(self, moved: float, distance: float) -> Budget:
+        """Return the budget of clients that keep what they do not send, after a step.
+
+        ``moved`` is ``‖s_k‖²``, ``distance`` that of the model from where it started, squared.
+
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=8.0).noise  # as far as at random
+        0.0
+        >>> Budget(0.5, walk=4.0).while_steady(4.0, distance=2.0).noise
+        0.5
+        """
+        walk = self.walk + moved
+        noise = max(self.noise, _LEAST) if distance < LOST * walk else 0.0
+        return Budget(noise, walk)
+
+
+def first_budget(nu: float) -> Budget:
+    """Return the budget of the first round: as if updates had nothing in common."""
+    return Budget(round_up_to_bfloat16(nu))
 
 
 def make_auto(exact: Recipe, share: float = SHARE, noise: float = NOISE) -> Recipe:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.budget import Budget, first_budget
+from aqg.core.auto import Budget, first_budget
 from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
 from aqg.core.messages import (
