@@ -51,7 +51,7 @@ def test_short_forms_keep_their_bounds_and_the_sign(numbers):
     every = np.ones(1, np.bool_)
     original = StatisticsMessage(values, np.zeros(0, np.int64), every, every)
     sections = (Section(len(values), "float64"),)
-    bounds = {"half": (2.0**-11, 2.0**-39), "byte": (1 / 16, 2.0**-18), "change": (1 / 3, 2.0**-6)}
+    bounds = {"half": (2.0**-11, 2.0**-39), "byte": (1 / 16, 2.0**-17), "change": (1 / 3, 2.0**-6)}
     for precision, (share, of_largest) in bounds.items():
         frame = encode_statistics(original, sections, precision)
         found = decode_statistics(frame, sections).values
