@@ -44,12 +44,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parents[1] / "results"
 STORED = ("swap-in-compare", "swap-in-mnist", "swap-in-large", "swap-in-unseen")
 TASKS_HERE = ("digits-local", "heart", "watch", "local-dirichlet", "sampled-dirichlet")
-STEP = {
-    "average": auto.AVERAGE,
-    "first": auto.FIRST,
-    "widest": auto.LONGEST_FIRST,
-    "most": auto.MOST,
-}
+STEP = {"average": auto.AVERAGE, "first": auto.FIRST, "widest": auto.LONGEST_FIRST}
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,6 @@ ROWS = {
         "what is not sent is kept, even where the model gets nowhere",
         constants=((auto.Budget, "while_steady", lambda *_: auto.Budget()),),
     ),
-    "most": Row("a surge moves the model as far as it goes", {"most": 1e9}),
     "noise": Row("ν = 4: less is sent, with four times the noise", recipe="auto:noise=4"),
     "agreement": Row(
         "b = 1 in every round, however much uploads agree",

@@ -47,12 +47,11 @@ SPECS = {
     },
     make_step: {
         "long": "unknown step 'long'; choose from auto, fixed, dog",
-        "dog:long=1": "step 'dog' has no option 'long'; it has: average, first, widest, most",
-        "dog:most=0": "most is 0.0; it must be above 0 and finite",
+        "dog:long=1": "step 'dog' has no option 'long'; it has: average, first, widest",
         "dog:widest=x": "option widest of step 'dog' is 'x'; it must be a number",
         "dog:widest=inf": "widest is inf; it must be above 0 and finite",
         "dog:first=0": "first is 0.0; it must be above 0 and finite",
-        "fixed:most=1": "step 'fixed' has no option 'most'; it has: average",
+        "fixed:first=1": "step 'fixed' has no option 'first'; it has: average",
         "fixed:average=-1": "average is -1.0; it must be at least 0 and finite",
     },
     make_downlink: {

@@ -91,21 +91,6 @@ def test_any_natural_step_is_trained_with(natural):
     assert np.linalg.norm(params - 1) < 0.1 * first
 
 
-def test_a_surge_moves_the_model_no_farther_than_twice_the_usual_energy():
-    """It counts as it is in what steps are divided by, so that the next ones are shorter."""
-    rule = DistanceOverGradients(average=0.0)
-    usual, surge, model = np.full(4, 0.5), np.full(4, 50.0), np.full(4, 10.0)
-    space, state = NumpySpace(in_place=False), rule.init(model)
-    for _ in range(8):
-        state, size = rule.next(space, state, model, usual, 1.0)
-    after, short = rule.next(space, state, model, surge, 1.0)
-    longest = after.reach * math.sqrt(2 / (8 + 100**2))
-    assert short * np.linalg.norm(surge) == pytest.approx(longest, rel=0.01)
-    free = replace(rule, most=1e9)
-    assert free.next(space, state, model, surge, 1.0)[1] > 50 * short
-    assert rule.next(space, after, model, usual, 1.0)[1] < size / 10
-
-
 def test_updates_of_zeros_change_nothing_and_those_beyond_all_numbers_leave_the_state_finite():
     rule, zeros = DistanceOverGradients(), np.zeros(SIZE)
     state = rule.init(zeros)

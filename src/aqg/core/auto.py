@@ -80,7 +80,7 @@ NOISE = 1.0
 """``ν``: the noise of a round's sum, in its own energy."""
 LOST = 0.5
 """A squared distance from the start below which a model gets nowhere, in that of a random walk."""
-FIRST, LONGEST_FIRST, AVERAGE, MOST = 0.2, 16, 8, 2
+FIRST, LONGEST_FIRST, AVERAGE = 0.2, 16, 8
 """Options of `aqg.core.step_sizes.DistanceOverGradients`."""
 RATIO, AWAY = 0.5, 0.5
 """Coordinates of an entry, in those of a mean upload, times this power of the share of clients that
@@ -91,7 +91,7 @@ WIDEST = 3.0
 EXACT_TOLERANCE = 0.4
 """Exact gradients: tolerance of the downlink; half as much costs a tenth more bytes in total."""
 
-STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}:most={MOST}"
+STEP = f"dog:average={AVERAGE}:first={FIRST}:widest={LONGEST_FIRST}"
 DOWNLINK = f"condensed:ratio={RATIO}:away={AWAY}"
 EXACT_DOWNLINK = f"condensed:tolerance={EXACT_TOLERANCE}"
 

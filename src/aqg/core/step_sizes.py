@@ -38,7 +38,6 @@ class StepState(NamedTuple):
     energy: float = 0.0  # ``G = Σ_k ‖update^k‖²``
     mean: Array = _NOTHING  # the mean of the models so far, ``(n,)``; ``(0,)`` where none is kept
     num_models: float = 0.0  # of how many
-    num_updates: float = 0.0  # how many updates are in ``G``
 
 
 def share_of_newest(average: float, count: float) -> float:
@@ -110,22 +109,17 @@ class DistanceOverGradients(StepRule):
     At the start ``r`` is ``first·‖θ^1‖``: the first step moves the model by this part of its own
     length, but by no more than ``widest`` natural ones, as a pretrained model is near to where it
     is going. A model that begins at zero has no length, and the first step is the natural one.
-
-    Steps grow until training is at the edge of what is stable. An update beyond it is several times
-    as long as those before; it counts in ``G`` as it is, but moves the model no farther than one
-    whose energy is ``most`` times their mean.
     """
 
     average: float = 8.0  # ``γ`` of the mean over the models
     first: float = 0.2  # what the first step moves the model by at most, in its own length
     widest: float = 16.0  # likewise, in natural steps
-    most: float = 2.0  # energy of an update that moves the model, in the mean of those before
 
     name = "dog"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("first", self.first), ("widest", self.widest), ("most", self.most)):
+        for name, value in (("first", self.first), ("widest", self.widest)):
             require(0 < value < math.inf, name, value, "above 0 and finite")
 
     def init(self, parameters: FloatArray) -> StepState:
@@ -147,13 +141,7 @@ class DistanceOverGradients(StepRule):
         reach = max(reach, math.sqrt(space.squared_norm(params - state.start)))
         if not (math.isfinite(energy) and math.isfinite(reach)):
             return state, _rounded(natural)
-        size, bound = reach / math.sqrt(energy), math.inf
-        if state.num_updates:
-            bound = self.most * state.energy / state.num_updates
-        if length > bound:
-            size *= math.sqrt(bound / length)
-        state = state._replace(reach=reach, energy=energy, num_updates=state.num_updates + 1)
-        return state, _rounded(size)
+        return state._replace(reach=reach, energy=energy), _rounded(reach / math.sqrt(energy))
 
 
 STEPS: dict[str, type[Fixed | DistanceOverGradients]]
