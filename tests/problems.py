@@ -18,7 +18,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.simulation import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
-_FEW = ["aqg-2", "auto", "clag", "dadaquant", "econtrol", "eden", "ef21-m", "gd", "lag"]
+_FEW = ["aqg-2", "auto", "clag", "dadaquant", "dgc", "econtrol", "eden", "ef21-m", "gd", "lag"]
 _FEW += ["lean", "onebit", "qsgd"]
 _OTHERS = [name for name in RECIPES if name not in _FEW]
 

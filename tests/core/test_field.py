@@ -85,6 +85,19 @@ def test_error_feedback_is_mem_sgd(spec, k, of, rel):
         assert np.array_equal(state.stages["feedback"]["residual"][0], residual)
 
 
+def test_dgc_corrects_momentum_and_forgets_it_where_something_was_sent():
+    velocity, waiting = np.zeros(SIZE), np.zeros(SIZE)
+    for vector, _, sent, state in play("dgc:keep=0.05:momentum=0.8", gradients(30)):
+        velocity = 0.8 * velocity + vector
+        waiting = waiting + velocity
+        assert sent == pytest.approx(top(waiting, 20), rel=HALF)
+        velocity[sent != 0] = 0
+        waiting = waiting - sent
+        kept = state.stages["feedback"]
+        assert np.array_equal(kept["residual"][0], waiting)
+        assert np.array_equal(kept["velocity"][0], velocity)
+
+
 @pytest.mark.parametrize(
     ("spec", "eta", "weight"),
     [

@@ -202,6 +202,11 @@ def _topk(*, keep: float = 0.01) -> Recipe:
     return _updates(Always(16), TopK(keep), ErrorFeedback())
 
 
+@register("dgc", "DGC: the largest coordinates of a sum with momentum, which stays with the rest")
+def _dgc(*, keep: float = 0.001, momentum: float = 0.9) -> Recipe:
+    return _updates(Always(16), TopK(keep), stages.MomentumCorrection(momentum))
+
+
 @register("ef21", "EF21: the largest coordinates of every innovation")
 def _ef21(*, keep: float = 0.01) -> Recipe:
     """Richtárik et al., EF21: A New, Simpler, Theoretically Better Error Feedback."""

@@ -147,6 +147,38 @@ class RunningAverage(Stage):
 
 
 @dataclass(frozen=True)
+class MomentumCorrection(Stage):
+    """Sends ``C(v)`` of ``u ← m·u + g``, ``v ← v + u``, and forgets both where something was sent.
+
+    Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+    Training. What waits in ``v`` has all the momentum that it would have had in training; what is
+    sent takes its momentum along. ``v`` keeps what rounding left of what was sent.
+    """
+
+    momentum: float
+    name: ClassVar[str] = "feedback"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
+
+    def init(self, num_params: int, dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+        return {"velocity": np.zeros(num_params, dtype), "residual": np.zeros(num_params, dtype)}
+
+    def before(self, state: StageState, flow: Flow) -> tuple[StageState, Flow]:
+        velocity = (self.momentum * state["velocity"] + flow.vectors).astype(flow.vectors.dtype)
+        waiting = state["residual"] + velocity
+        return {"velocity": velocity, "residual": waiting}, flow._replace(vectors=waiting)
+
+    def after(self, state: StageState, outcome: Outcome) -> StageState:
+        velocity, waiting = (state[name].copy() for name in ("velocity", "residual"))
+        for row, upload in zip(outcome.senders, outcome.uploads, strict=True):
+            sent = upload.values(waiting.dtype.type)
+            velocity[row][sent != 0] = 0
+            waiting[row] -= sent
+        return {"velocity": velocity, "residual": waiting}
+
+
+@dataclass(frozen=True)
 class OwnMovement(Stage):
     """Gives the policy ``‖v^k - v^{k-1}‖²``; zero at the first vector."""
 
