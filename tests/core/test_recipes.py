@@ -27,7 +27,7 @@ from aqg.sim.reference import ReferenceSimulation
 from tests.problems import SOME_RECIPES, tiny_problem
 
 # Sign steps have a fixed length, so their step size sets how close they can come.
-STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02}
+STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02, "dgc": 0.01}  # momentum makes ten of one
 # Clients that disagree make the sum of signs a biased direction: SignSGD only comes near.
 GAPS = {"signsgd": 0.1}
 

@@ -48,10 +48,10 @@ common its squared distance from the start is ``Σ_k ‖s_k‖²``. While it is 
 they are told ``b`` in place of 0, and keep nothing.
 
 **The step** is DoG's (`aqg.core.step_sizes.DistanceOverGradients`), and the mean over the last
-models is what counts. **The downlink** is `aqg.core.downlink.Condensed`, with entries of ``½·√p``
-mean uploads where a share ``p`` of the clients is asked in a round: a client that comes back pays
-for ``1/p`` entries, and if ``r`` mean uploads in each make training ``1 + c/r`` times as long, the
-bytes ``(1 + c/r)·(1 + r/p)`` are least at ``r = √(c·p)``.
+models is what counts. **The downlink** is `aqg.core.downlink.Condensed`, with entries of ``√p``
+mean uploads where a share ``p`` of the clients is asked in a round, and at most half of one: a
+client that comes back pays for ``1/p`` entries, and if ``r`` mean uploads in each make training
+``1 + c/r`` times as long, the bytes ``(1 + c/r)·(1 + r/p)`` are least at ``r = √(c·p)``.
 
 ``docs/explanation/default-recipe.md`` lists every number, and what training is like without it.
 """
@@ -83,8 +83,8 @@ LOST = 0.5
 FIRST, LONGEST_FIRST, AVERAGE = 0.2, 16, 8
 """Options of `aqg.core.step_sizes.DistanceOverGradients`."""
 RATIO, AWAY = 0.5, 0.5
-"""Coordinates of an entry, in those of a mean upload, times this power of the share of clients that
-are asked in a round."""
+"""Coordinates of an entry, in those of a mean upload, and the power of the share of clients that are
+asked in a round which this is at most."""
 WIDEST = 3.0
 """Exact gradients: the tolerance of clients that differ from the others, at most."""
 

@@ -67,8 +67,8 @@ class Condensed:
     # the share of the coordinates of the position that are corrected, in place of ``ratio``; 0: as
     # ``ratio`` says
     keep: float = 0.0
-    # the power of the share of clients in a round by which ``ratio`` is less: a client that is
-    # asked in one round of ten receives the entries of ten
+    # unless 0, the power of the share of clients in a round which ``ratio`` is at most: a client
+    # that is asked in one round of ten receives the entries of ten
     away: float = 0.0
 
     name = "condensed"
@@ -97,7 +97,7 @@ class Condensed:
         if self.keep:
             count = num_kept(self.keep, num_params)
         else:
-            ratio = self.ratio * sampled**self.away
+            ratio = min(self.ratio, sampled**self.away) if self.away else self.ratio
             count = max(_FEWEST, round(ratio * num_sent / max(1.0, senders)))
         if count > _MANY * num_params:
             return _ALL
