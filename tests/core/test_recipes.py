@@ -26,8 +26,8 @@ from aqg.sim.reference import ReferenceSimulation
 
 from tests.problems import SOME_RECIPES, tiny_problem
 
-# Sign steps have a fixed length, so their step size sets how close they can come; momentum makes ten
-# steps of one.
+# Sign steps have a fixed length, so their step size sets how close they can come; momentum makes
+# ten steps of one.
 STEP_SIZES = {"signsgd": 0.002, "onebit": 0.02, "qsgd": 0.02, "dgc": 0.01}
 # Clients that disagree make the sum of signs a biased direction: SignSGD only comes near.
 GAPS = {"signsgd": 0.1}

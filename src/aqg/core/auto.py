@@ -83,8 +83,8 @@ LOST = 0.5
 FIRST, LONGEST_FIRST, AVERAGE = 0.2, 16, 8
 """Options of `aqg.core.step_sizes.DistanceOverGradients`."""
 RATIO, AWAY = 0.5, 0.5
-"""Coordinates of an entry, in those of a mean upload, and the power of the share of clients that are
-asked in a round which this is at most."""
+"""Coordinates of an entry, in those of a mean upload, and the power of the share of clients in a
+round which this is at most."""
 WIDEST = 3.0
 """Exact gradients: the tolerance of clients that differ from the others, at most."""
 
