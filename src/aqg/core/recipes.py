@@ -203,7 +203,7 @@ def _topk(*, keep: float = 0.01) -> Recipe:
 
 
 @register("dgc", "DGC: the largest coordinates of a sum with momentum, which stays with the rest")
-def _dgc(*, keep: float = 0.001, momentum: float = 0.9) -> Recipe:
+def _dgc(*, keep: float = 0.01, momentum: float = 0.9) -> Recipe:
     return _updates(Always(16), TopK(keep), stages.MomentumCorrection(momentum))
 
 
