@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
@@ -36,16 +37,16 @@ from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import DataError
 from aqg.runs.config import SETTINGS, resolve
+from aqg.runs.directory import read_summary
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.plan import Trial, read_outcomes
+from aqg.studies.contest.plan import Outcome, Trial, make_config, read_outcomes
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
 from aqg.studies.sweep import expand
 
-from tests.commands import run
+from tests.commands import run, run_alone
 from tests.problems import soak
 from tests.studies.contest.test_plan import averaging, cells_of, outcome
-from tests.studies.contest.trials import run_trial
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -509,18 +510,24 @@ def test_the_readme_counts_parameters_as_they_are(name, data_dir):
     assert len(problem.initial_params) == readme.NUM_PARAMS[name]
 
 
-def test_stored_bytes_are_those_of_a_run_today():
-    stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
-    fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
+def run_trial(trial, directory, **changes):
+    run_alone(replace(make_config(trial, TASKS[trial.task], None), **changes), directory)
+    return Outcome.of_run(trial, read_summary(directory), 0.0)
+
+
+def test_stored_bytes_are_those_of_a_run_today(tmp_path):
+    trial = Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)
+    stored = read_outcomes(readme.SMALL)[trial]
+    fresh = run_trial(trial, tmp_path / "run", rounds=3, eval_every=1)
     assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=0.01)
 
 
 @pytest.mark.soak
-def test_a_stored_result_comes_out_again():
+def test_a_stored_result_comes_out_again(tmp_path):
     """The whole run, as stored: what it learns and what it sends, on another processor as well."""
     trial = Trial("digits-local", "auto", Setting("auto", multiplier=SELF_SETTING), 0)
     stored = read_outcomes(readme.SMALL)[trial].curve
-    fresh = run_trial(trial.task, trial.recipe, trial.setting).curve
+    fresh = run_trial(trial, tmp_path / "run").curve
     assert fresh.total_bytes == pytest.approx(stored.total_bytes, rel=0.01)
     assert fresh.values == pytest.approx(stored.values, abs=0.02)
 

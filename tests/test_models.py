@@ -9,7 +9,9 @@ import aqg
 from aqg.errors import ConfigError, RunError
 from aqg.models import DataShape, make_module
 from aqg.models.nets import default_loss, token_cross_entropy
-from aqg.weights import read_notes, read_tensors, to_bytes
+from aqg.weights import read_tensors, to_bytes
+
+from tests.modules import normalized
 
 
 def images(*shape, num_classes=10, target_shape=()):
@@ -60,23 +62,6 @@ def test_a_seed_is_all_that_decides():
     assert not torch.equal(first.conv1.weight, other.conv1.weight)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "message"),
-    [
-        ("cnn", images(63), r"samples of shape \(63,\) are no images"),
-        ("resnet8", images(9, 9, 9), r"samples of shape \(9, 9, 9\) are no images"),
-        ("cnn:width=0", images(8, 8), "width of model 'cnn' is 0"),
-        ("cnn", images(8, 8, num_classes=0, target_shape=(2, 2)), "are too much for model 'cnn'"),
-        ("transformer", images(8), "are no sequences"),
-        ("transformer:heads=3", DataShape((4,), (4,), 0, 9), "not a multiple of its 3 heads"),
-        ("transformer:dropout=1", DataShape((4,), (4,), 0, 9), "dropout of model"),
-    ],
-)
-def test_what_does_not_fit_is_refused(model, shape, message):
-    with pytest.raises(ConfigError, match=message):
-        make_module(model, shape, seed=0)
-
-
 def test_losses_suit_the_targets():
     logits, tokens = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
     whole = nn.functional.cross_entropy(logits.movedim(-1, 1), tokens)
@@ -87,32 +72,19 @@ def test_losses_suit_the_targets():
     assert default_loss(several / 2) is nn.functional.mse_loss
 
 
-def network():
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "model.safetensors"
-    path.write_bytes(to_bytes(network().state_dict(), {"rounds": 7, "measure": "loss"}))
+    path.write_bytes(to_bytes(normalized().state_dict(), {"rounds": 7, "measure": "loss"}))
     return path
 
 
-def test_a_module_gets_its_own_tensors_back(saved):
-    module = aqg.load_model(saved, network())
-    arrays = aqg.load_model(saved)
-    assert list(arrays) == sorted(module.state_dict())
-    for name, tensor in module.state_dict().items():
-        assert np.array_equal(arrays[name], tensor.numpy())
-    assert read_notes(saved) == {"rounds": 7, "measure": "loss"}
-
-
 def test_state_dicts_are_read_without_running_code(tmp_path, saved):
-    torch.save(network().state_dict(), tmp_path / "plain.pt")
-    torch.save({"state_dict": network().state_dict(), "epoch": 3}, tmp_path / "nested.pt")
+    torch.save(normalized().state_dict(), tmp_path / "plain.pt")
+    torch.save({"state_dict": normalized().state_dict(), "epoch": 3}, tmp_path / "nested.pt")
     for name in ("plain.pt", "nested.pt"):
-        assert set(read_tensors(tmp_path / name)) == set(network().state_dict())
-    torch.save(network(), tmp_path / "whole.pt")  # a pickled class
+        assert set(read_tensors(tmp_path / name)) == set(normalized().state_dict())
+    torch.save(normalized(), tmp_path / "whole.pt")  # a pickled class
     torch.save({"weight": [1, 2]}, tmp_path / "lists.pt")
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     (tmp_path / "empty.pt").touch()
@@ -137,7 +109,10 @@ def test_state_dicts_are_read_without_running_code(tmp_path, saved):
     ("module", "message"),
     [
         (nn.Sequential(nn.Linear(4, 3)), "has a tensor '1.bias', which the model does not have"),
-        (nn.Sequential(*network(), nn.Linear(2, 2)), "has no tensor '3.weight', which the model"),
+        (
+            nn.Sequential(*normalized(), nn.Linear(2, 2)),
+            "has no tensor '3.weight', which the model",
+        ),
         (
             nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)),
             r"tensor '0.weight' of .* has shape \(3, 4\); the model needs \(5, 4\)",
@@ -153,11 +128,11 @@ def test_another_architecture_is_refused_by_name(saved, module, message):
 
 
 def test_what_is_no_model_is_refused(tmp_path, saved):
-    state = network().state_dict()
+    state = normalized().state_dict()
     state["0.weight"][1, 2] = float("nan")
     (tmp_path / "nan.safetensors").write_bytes(to_bytes(state, {}))
     with pytest.raises(ConfigError, match=r"tensor '0.weight' of .* holds NaN or infinity"):
-        aqg.load_model(tmp_path / "nan.safetensors", network())
+        aqg.load_model(tmp_path / "nan.safetensors", normalized())
     with pytest.raises(RunError, match=r"has no best.safetensors"):
         aqg.load_model(tmp_path)
     with pytest.raises(ConfigError, match="which is 'first'; choose from final, best"):

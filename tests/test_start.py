@@ -92,29 +92,20 @@ def test_drawn_tensors_have_the_mean_and_spread_of_the_modules_own(make, seed):
         assert stats.ks_2samp(drawn, own).pvalue > 1e-4
 
 
-def test_draws_are_these_bits():
+def test_draws_are_these_bits_and_have_their_law():
     drawn = [draw(Law(kind, 0.0, 0.5), 3, seed=2**40, stream=5) for kind in (UNIFORM, NORMAL)]
     assert np.concatenate(drawn).tobytes().hex() == (
         "000080a16b1cbe3f0000401eab88cc3f000020ba90a1d93f"
         "a48ae45ebb26c33ff8beb11ae6edd23f693a9c179a8ce43f"
     )
-
-
-def test_draws_have_their_law():
+    rows = [draw(Law(UNIFORM, 0.0, 1.0), 8, *key) for key in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert len({row.tobytes() for row in rows}) == 4  # by seeds and streams
     normal = draw(Law(NORMAL, 1.0, 2.0), 50_000, seed=1, stream=0)
     uniform = draw(Law(UNIFORM, 1.0, 2.0), 50_000, seed=1, stream=1)
     assert stats.kstest(normal, stats.norm(1, 2).cdf).pvalue > 0.01
     assert stats.kstest(uniform, stats.uniform(-1, 4).cdf).pvalue > 0.01
     shares = (np.arange(2**16) + 0.5) / 2**16
     assert np.abs(normal_quantiles(shares) - stats.norm.ppf(shares)).max() < 1e-6
-
-
-def test_streams_and_seeds_differ():
-    law = Law(UNIFORM, 0.0, 1.0)
-    rows = [draw(law, 8, seed, stream) for seed in (0, 1) for stream in (0, 1)]
-    assert len({row.tobytes() for row in rows}) == 4
-    with pytest.raises(ConfigError, match="seed -1 is not in"):
-        draw(law, 8, -1, 0)
 
 
 def test_trained_weights_travel():
@@ -156,14 +147,18 @@ def test_rounding_stays_within_half_a_step_of_each_block(bits):
     assert len(pack(params, shapes, "rounded", bits=bits)) < len(params) * (bits + 0.3) / 8
 
 
-def test_zeros_cost_nothing():
-    """As the half of an adapter that begins at zero."""
+def test_zeros_cost_nothing_and_a_tensor_may_have_no_parameters():
     shapes = (("lora_A", (8, 512)), ("lora_B", (512, 8)))
     params = np.zeros(8192, np.float32)
     params[:4096] = np.random.default_rng(0).normal(0, 0.1, 4096)
-    whole = len(pack(params, shapes, "rounded", bits=4))
+    whole = len(pack(params, shapes, "rounded", bits=4))  # half of an adapter begins at zero
     half = len(pack(params[:4096], shapes[:1], "rounded", bits=4))
     assert whole < half + 40
+    shapes = (("empty", (0, 4)), ("weight", (2,)))
+    params = np.array([1.0, -2.0])
+    for way in WAYS:
+        started, message = settle(params, shapes, way)
+        np.testing.assert_allclose(unpack(message, len(params), "float64", params), started)
 
 
 def test_another_model_is_told_by_its_digest():
@@ -213,15 +208,9 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ConfigError, match=pattern):
             pack(*arguments)
+    with pytest.raises(ConfigError, match="seed -1 is not in"):
+        draw(Law(UNIFORM, 0.0, 1.0), 8, -1, 0)
     with pytest.raises(ConfigError, match="9 bits per parameter; there are 2 to 8"):
         pack(params, shapes, "rounded", bits=9)
     with pytest.raises(WireError, match="has 7510 parameters; the one here has 3"):
         unpack(pack(params, shapes, "exact"), 3, "float32")
-
-
-def test_a_model_without_parameters_in_a_tensor():
-    shapes = (("empty", (0, 4)), ("weight", (2,)))
-    params = np.array([1.0, -2.0])
-    for way in WAYS:
-        started, message = settle(params, shapes, way)
-        np.testing.assert_allclose(unpack(message, len(params), "float64", params), started)

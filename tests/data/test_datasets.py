@@ -1,9 +1,30 @@
+"""Datasets, the built-in ones and from files: what is read, and what is refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import stat
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits as load_sklearn_digits
 
-from aqg.data.datasets import Dataset, load_dataset
-from aqg.errors import ConfigError, DataError
+from aqg.data.datasets import (
+    Facts,
+    RemoteFile,
+    data_directory,
+    load_dataset,
+    peek,
+    read_content,
+    read_dataset,
+)
+from aqg.data.partitions import parse_partition
+from aqg.errors import DataError
 
 
 def test_digits_has_a_fixed_stratified_split():
@@ -49,33 +70,264 @@ def test_heterogeneous(data_dir):
     assert first_of_each == [1.969370, 0.995390, -1.744938]
 
 
-def test_unknown_dataset_lists_the_choices():
-    with pytest.raises(ConfigError, match="'cifar'; choose from digits, mnist, heterogeneous"):
-        load_dataset("cifar")
+X, Y = np.arange(24.0).reshape(6, 4), np.array([0, 1, 2, 0, 1, 2])
+OWNERS = np.array(["cyd", "ann", "bob", "ann", "ann", "bob"])
 
 
-FEATURES = np.zeros((3, 2))
-LABELS = np.array([0, 1, 1])
+def write(path, **arrays):
+    np.savez(path, **({"x_train": X, "y_train": Y} | arrays))
+    return path
+
+
+def test_a_file_is_read_with_its_clients(tmp_path):
+    path = write(tmp_path / "own.npz", x_test=X[:2], y_test=Y[:2], client=OWNERS)
+    assert peek(path) == Facts(num_samples=6, num_clients=3, has_classes=True)
+    dataset = load_dataset(str(path))
+    assert (dataset.name, dataset.num_classes, dataset.sample_shape) == ("own.npz", 3, (4,))
+    assert dataset.client_names == ("ann", "bob", "cyd")
+    parts = parse_partition("natural").split(dataset, 3, seed=0)
+    assert [part.tolist() for part in parts] == [[1, 3, 4], [2, 5], [0]]
+    with pytest.raises(DataError, match="has 3 clients of its own, and clients is 4"):
+        parse_partition("natural").split(dataset, 4, seed=0)
+
+
+def test_pixels_become_fractions_and_token_ids_stay(tmp_path):
+    images = np.full((6, 2, 2, 3), 255, np.uint8)
+    dataset = read_dataset(write(tmp_path / "images.npz", x_train=images))
+    assert dataset.features.dtype == np.float32
+    assert (dataset.features == 1).all()
+    tokens = np.full((6, 5), 200, np.uint8)
+    dataset = read_dataset(write(tmp_path / "tokens.npz", x_train=tokens, y_train=tokens))
+    assert dataset.features.dtype == np.int64
+    assert (dataset.num_classes, dataset.labels.shape) == (0, (6, 5))
+
+
+def test_numbers_are_no_classes(tmp_path):
+    dataset = read_dataset(write(tmp_path / "own.npz", y_train=Y + 0.5))
+    assert dataset.num_classes == 0
+    for spec in ("label", "dirichlet:0.3", "shards:1"):
+        with pytest.raises(DataError, match="needs one class per sample"):
+            parse_partition(spec).split(dataset, 3, seed=0)
+    assert len(parse_partition("iid").split(dataset, 3, seed=0)) == 3
+    with pytest.raises(DataError, match="does not say which client a sample belongs to"):
+        parse_partition("natural").split(dataset, 3, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arrays", "message"),
     [
-        ({"features": np.zeros(3)}, r"shape \(3,\)"),
-        ({"labels": LABELS[:2]}, r"labels of shape \(2,\)"),
-        ({"features": FEATURES[:0], "labels": LABELS[:0]}, "N >= 1"),
-        ({"num_classes": 1}, r"labels in 0\.\.1, outside 0\.\.0"),
-        ({"labels": LABELS - 1}, r"labels in -1\.\.0"),
-        ({"test_features": FEATURES}, "not both"),
+        ({"y_train": Y[:4]}, r"features of shape \(6, 4\) and labels of shape \(4,\)"),
+        ({"x_train": X[:0], "y_train": Y[:0]}, "N >= 1 are needed"),
+        ({"x_train": X[:, :0]}, r"features of shape \(6, 0\)"),
+        ({"x_test": X}, "has x_test and no y_test"),
+        ({"y_test": Y}, "has y_test and no x_test"),
         (
-            {"test_features": np.zeros((3, 5)), "test_labels": LABELS},
-            r"shape \(3, 2\), and of shape \(3, 5\)",
+            {"x_test": X[:, :3], "y_test": Y},
+            r"features of shape \(6, 4\), and of shape \(6, 3\) in its test set",
         ),
-        ({"test_features": FEATURES, "test_labels": LABELS + 1}, r"'set \(test\)'"),
-        ({"sources": LABELS[:2]}, r"sources of shape \(2,\)"),
+        (
+            {"x_test": X, "y_test": Y[:, None]},
+            r"labels of shape \(6,\), and of shape \(6, 1\) in its test set",
+        ),
+        ({"x_train": np.where(X == 9, np.nan, X)}, r"'x_train' .* first at \[2, 1\]"),
+        ({"y_train": np.array(list("abcdef"))}, "'y_train' .* is <U1; it must be numbers"),
+        ({"x_train": X.astype(object)}, "'x_train' .* holds Python objects"),
+        ({"client": OWNERS[:3]}, r"'client' .* of shape \(3,\)"),
+        ({"client": X[:, 0]}, "'client' .* is float64"),
     ],
 )
-def test_inconsistent_dataset_is_refused(changes, message):
-    fields = {"name": "set", "features": FEATURES, "labels": LABELS, "num_classes": 2}
-    with pytest.raises(DataError, match=message):
-        Dataset(**(fields | changes))
+def test_bad_arrays_are_named(arrays, message, tmp_path):
+    path = tmp_path / "own.npz"
+    content = {"x_train": X, "y_train": Y} | arrays
+    np.savez(path, **content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_dataset(path)
+    assert "\n" not in str(caught.value)
+    assert "own.npz" in str(caught.value)
+
+
+def test_bad_files_are_named(tmp_path):
+    np.savez(tmp_path / "less.npz", x_train=X, labels=Y)
+    np.save(tmp_path / "single.npy", X)
+    (tmp_path / "single.npy").rename(tmp_path / "single.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    whole = write(tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    for name, message in {
+        "less.npz": "has no array 'y_train'; it holds x_train, labels",
+        "single.npz": "holds a single array",
+        "text.npz": "is not a file that numpy.savez wrote",
+        "cut.npz": "is not a file that numpy.savez wrote",
+        "nowhere.npz": "cannot be read: No such file",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            read_dataset(tmp_path / name)
+
+
+CONTENT = b"forty-two samples\n" * 1000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+GOOD = gzip.compress(CONTENT)
+OTHER_WRAPPING = gzip.compress(CONTENT, compresslevel=1, mtime=12345)
+
+
+class Reply(NamedTuple):
+    body: bytes
+    status: int = 200
+    missing_bytes: int = 0
+    content_encoding: str | None = None
+
+
+REPLIES = {
+    "/good.gz": Reply(GOOD),
+    "/plain.txt": Reply(CONTENT),
+    "/other-wrapping.gz": Reply(OTHER_WRAPPING),
+    "/encoded.gz": Reply(GOOD, content_encoding="gzip"),
+    "/other-content.gz": Reply(gzip.compress(b"something else")),
+    "/corrupted.gz": Reply(GOOD[:30] + bytes([GOOD[30] ^ 0xFF]) + GOOD[31:]),
+    "/cut.gz": Reply(GOOD[:-12]),
+    "/broken-off.gz": Reply(GOOD, missing_bytes=12),
+}
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requested = []
+        self.meanwhile = lambda: None
+
+    def url(self, path):
+        return f"http://127.0.0.1:{self.server_port}{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self):
+        self.server.requested.append(self.path)
+        self.server.meanwhile()
+        reply = REPLIES.get(self.path, Reply(b"not here", status=404))
+        self.send_response(reply.status)
+        self.send_header("Content-Length", str(len(reply.body)))
+        if reply.content_encoding:
+            self.send_header("Content-Encoding", reply.content_encoding)
+        self.end_headers()
+        self.wfile.write(reply.body[: len(reply.body) - reply.missing_bytes])
+
+    def log_message(self, format, *args):  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Server() as running:
+        thread = Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def remote(server, *paths, name="set/file.gz"):
+    return RemoteFile(name, DIGEST, tuple(server.url(path) for path in paths))
+
+
+def files_below(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["/good.gz"], "a.gz"),
+        (["/other-wrapping.gz"], "a.gz"),  # the content counts
+        (["/encoded.gz"], "a.gz"),
+        (["/plain.txt"], "a.txt"),
+        *(([first, "/good.gz"], "a.gz") for first in ("/missing.gz", "/other-content.gz")),
+        (["/cut.gz", "/good.gz"], "a.gz"),
+    ],
+)
+def test_downloads_once_and_then_reads_the_file(paths, name, server, tmp_path):
+    file = remote(server, *paths, name=f"set/{name}")
+    assert read_content(file, tmp_path) == read_content(file, tmp_path) == CONTENT
+    assert server.requested == paths
+    assert files_below(tmp_path) == ["set", f"set/{name}"]
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE((tmp_path / file).stat().st_mode) for file in ("plain", f"set/{name}")}
+    assert len(modes) == 1  # others may read it, too
+
+
+def refused(file, directory, *parts):
+    """Check that the error has these parts, in one line."""
+    before = files_below(directory)
+    with pytest.raises(DataError) as caught:
+        read_content(file, directory)
+    for part in parts:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert files_below(directory) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "reason"),
+    [
+        ("/missing.gz", "file.gz", "HTTP status 404"),
+        ("/other-content.gz", "file.gz", hashlib.sha256(b"something else").hexdigest()),
+        ("/corrupted.gz", "file.gz", DIGEST),
+        ("/cut.gz", "file.gz", "not a valid gzip stream"),
+        ("/broken-off.gz", "file.gz", "Error"),
+        ("/good.gz", "file.txt", DIGEST),  # gzip where a plain file is expected
+    ],
+)
+def test_bad_download_is_one_line_and_leaves_nothing(path, name, reason, server, tmp_path):
+    refused(remote(server, path, name=name), tmp_path, server.url(path), reason, "AQG_DATA_DIR")
+
+
+def test_no_server_at_all(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        url = f"http://127.0.0.1:{closed.server_port}/good.gz"
+    file = RemoteFile("set/file.gz", DIGEST, (url, "no-scheme"))
+    refused(file, tmp_path, "ConnectionError", "no-scheme (MissingSchema")
+
+
+@pytest.mark.parametrize("damaged", [gzip.compress(b"other"), GOOD[:-12], b"", b"<html>login"])
+def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
+    path = tmp_path / "file.gz"
+    path.write_bytes(damaged)
+    refused(remote(server, "/good.gz", name="file.gz"), tmp_path, str(path), DIGEST, "delete it")
+    assert path.read_bytes() == damaged
+    assert server.requested == []
+
+
+def test_places_that_cannot_be_read_or_written(server, tmp_path):
+    file = remote(server, "/good.gz", name="file.gz")
+    server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
+    with pytest.raises(DataError, match=r"cannot write .*AQG_DATA_DIR"):
+        read_content(file, tmp_path)
+    assert files_below(tmp_path) == ["file.gz"]
+    (tmp_path / "a-file").touch()
+    for directory in ("a-file", "."):
+        with pytest.raises(DataError, match="cannot read"):
+            read_content(file, tmp_path / directory)
+
+
+def test_a_good_file_is_enough_whoever_put_it_there(server, tmp_path):
+    path = tmp_path / "file.gz"
+    server.meanwhile = lambda: path.write_bytes(OTHER_WRAPPING) and None
+    assert read_content(remote(server, "/good.gz", name="file.gz"), tmp_path) == CONTENT
+    assert files_below(tmp_path) == ["file.gz"]
+    path.chmod(0o444)
+    tmp_path.chmod(0o555)
+    try:
+        assert read_content(RemoteFile("file.gz", DIGEST, ()), tmp_path) == CONTENT
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_data_directory_prefers_argument_then_environment_then_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("AQG_DATA_DIR", str(tmp_path / "environment"))
+    assert data_directory(tmp_path / "argument") == tmp_path / "argument"
+    assert data_directory(None) == tmp_path / "environment"
+    monkeypatch.setenv("AQG_DATA_DIR", "")
+    assert data_directory(None).parts[-2:] == ("aqg", "data")
+    assert data_directory(Path("~/somewhere")) == Path.home() / "somewhere"

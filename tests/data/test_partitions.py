@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.data.datasets import Dataset, load_dataset
+from aqg.data.datasets import Dataset
 from aqg.data.partitions import format_partition_table, parse_partition, partition_table
 from aqg.errors import ConfigError, DataError
 
@@ -96,15 +96,6 @@ def test_slices_are_consecutive_and_those_of_a_source_are_equal(spec, labels, ex
     assert [part.tolist() for part in parts] == expected
 
 
-def test_source_on_the_papers_eighteen_clients(data_dir):
-    dataset = load_dataset("heterogeneous", data_dir)
-    parts = parse_partition("source").split(dataset, 18, seed=0)
-    assert [len(part) for part in parts] == [267] * 6 + [58] * 6 + [59] * 6
-    starts = [part[0] for part in parts[::6]]
-    assert starts == [0, 1605, 1605 + 351]
-    assert all(np.all(np.diff(part) == 1) for part in parts)
-
-
 @pytest.mark.parametrize("concentration", [0.01, 0.5, 3.0, 100.0])
 def test_dirichlet_shares_have_the_right_spread(concentration):
     # A share of Dirichlet(a, ..., a) over M clients has variance (M-1) / (M²(Ma + 1)).
@@ -139,25 +130,6 @@ def test_shards_hold_few_labels_and_near_equal_sizes(num_clients, shards_per_cli
     if num_clients * shards_per_client % 4 == 0 and 240 % (num_clients * shards_per_client) == 0:
         for part in parts:
             assert len(np.unique(dataset.labels[part])) <= shards_per_client
-
-
-FORMS = "iid, label, source, natural, dirichlet, shards"
-
-
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (["", "IID", "random", "shard:2", ":"], rf"unknown partition '\w*'; choose from {FORMS}$"),
-        (["iid:1", "source:mixed", "shards:1:2", "dirichlet::"], r"'\w+' has no option '\w*'; it"),
-        ([f"dirichlet:{a}" for a in ("0", "-1", "nan", "inf", "1e10")], "above 0 and at most 1e"),
-        (["shards:0", "shards:-1"], "must be at least 1"),
-        (["shards:1.5", "shards:a"], "whole number"),
-    ],
-)
-def test_a_partition_that_there_is_not(specs, message):
-    for spec in specs:
-        with pytest.raises(ConfigError, match=message):
-            parse_partition(spec)
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,6 @@ def test_what_a_node_says_cannot_write_to_the_terminal(tmp_path, caplog):
     assert any("gone 2026 round 9: all is well\\x1b[2J" in text for text in texts)
 
 
-def test_a_run_that_diverges_stops(tmp_path):
-    federation = Federation(tmp_path, alpha=1e9, recipe="gd", rounds=50)
-    final = federation.run()
-    assert 2 <= len(federation.rows()) < 50
-    assert np.isfinite(final).all()
-    assert federation.summary["diverged"]
-
-
 @pytest.mark.parametrize(
     ("lie", "num_clients"),
     [(math.inf, 2), (math.nan, 3), (10**400, 3), (1e300, 2), (-1e300, 3), (1e300, 3)],
@@ -555,7 +547,12 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path):
         federation.run()
 
 
-def test_enough_time_or_bytes(tmp_path):
+def test_a_run_stops_where_it_diverges_and_after_enough_time_or_bytes(tmp_path):
+    federation = Federation(tmp_path / "diverges", alpha=1e9, recipe="gd", rounds=50)
+    final = federation.run()
+    assert 2 <= len(federation.rows()) < 50
+    assert np.isfinite(final).all()
+    assert federation.summary["diverged"]
     federation = Federation(tmp_path, rounds=500, max_seconds=0.5)
     federation.run()
     assert 1 <= len(federation.rows()) < 100

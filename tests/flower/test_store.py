@@ -1,4 +1,4 @@
-"""What a client holds on disk, and in memory while it answers."""
+"""What a client holds on disk, and in memory while it answers; and tensors with few copies."""
 
 import random
 import shutil
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -16,9 +16,18 @@ from aqg.channel.stepping import SteppingChannel, Travel
 from aqg.channel.tensors import Kind
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
-from aqg.errors import ConfigError, RunError
+from aqg.errors import ConfigError, MessageError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of
+from aqg.flower.envelope import (
+    COMPRESSED,
+    FULL,
+    RECORD,
+    Envelope,
+    array_of,
+    pack,
+    record_of,
+    tensor_of,
+)
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import reply_from_bytes
 from aqg.protocol.store import DirectoryVault
@@ -150,3 +159,41 @@ def test_recipes_that_need_a_memory_are_refused_without_one():
             make(memory="none", recipe="lean")
     with pytest.raises(ConfigError, match="statistics that clients keep to themselves"):
         own_strategy(memory="none", statistics="local").start(make_grid(), first_arrays())
+
+
+TENSORS = [
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+    np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2],
+    np.array(3.5, np.float16),
+    np.zeros((0, 3), np.float32),
+    np.array([True, False]),
+    np.arange(3, dtype=">f4"),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}{t.shape}")
+def test_arrays_are_flowers(tensor):
+    read = tensor_of(Array(tensor))
+    assert read.dtype == tensor.dtype
+    assert read.shape == tensor.shape
+    assert np.array_equal(read, tensor)
+    plain = np.array(tensor, order="C")
+    assert array_of(tensor).data == Array(plain).data
+    assert np.array_equal(array_of(tensor).numpy(), tensor)
+
+
+def test_no_copy_is_made():
+    array = Array(np.zeros(1000, np.float32))
+    read = tensor_of(array)
+    assert np.shares_memory(read, np.frombuffer(array.data, np.uint8))
+    assert not read.flags.writeable
+
+
+def test_damaged_arrays_are_refused():
+    whole = Array(np.zeros(1000, np.float32))
+    cut = Array("float32", (1000,), "numpy.ndarray", whole.data[:-8])
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        tensor_of(cut)
+    with pytest.raises(MessageError, match="an array is 'pickle'"):
+        tensor_of(Array("float32", (1000,), "pickle", whole.data))

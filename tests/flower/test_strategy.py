@@ -299,20 +299,12 @@ def test_tasks_send_metrics_as_well(tmp_path):
 
 def test_a_module_with_tied_weights_serves_plain_clients():
     torch = pytest.importorskip("torch")
-
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = torch.nn.Linear(3, 3, bias=False)
-            self.second = torch.nn.Linear(3, 3, bias=False)
-            self.second.weight = self.first.weight
-            self.frozen = torch.nn.Linear(3, 1).requires_grad_(False)
+    from tests.modules import Masked
 
     seen = []
 
     def answer(message, _context):
-        net = Tied()
+        net = Masked()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         seen.append(net.first.weight.detach().clone())
         with torch.no_grad():
@@ -320,11 +312,11 @@ def test_a_module_with_tied_weights_serves_plain_clients():
         metrics = MetricRecord({"num-examples": 1})
         return {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
 
-    start = Tied().first.weight.detach().clone()
+    start = Masked().first.weight.detach().clone()
     result = make_strategy(recipe="gd").start(
-        make_grid(app_answering(answer)), Tied(), num_rounds=2
+        make_grid(app_answering(answer)), Masked(), num_rounds=2
     )
-    assert list(result.arrays) == list(Tied().state_dict())
+    assert list(result.arrays) == list(Masked().state_dict())
     for name in ("first.weight", "second.weight"):
         np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)
     np.testing.assert_allclose(seen[-1], start + 1.0, atol=1e-5)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from aqg.runs.setup import build_problem, make_simulation
 
 from tests import commands
 from tests.lab.deployment import HOST, Deployment, make_node_key
-from tests.lab.meter import Meter, Traffic
 from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
@@ -311,20 +309,3 @@ def processes_with(text):
             if text.encode() in path.read_bytes():
                 found.append(path.parent.name)
     return found
-
-
-def test_the_meter_counts_what_passes():
-    with (
-        socket.create_server((HOST, 0)) as server,
-        contextlib.closing(Meter(HOST, server.getsockname()[1])) as meter,
-    ):
-        port = meter.listen("line")
-        with socket.create_connection((HOST, port), timeout=60) as near:
-            far, _ = server.accept()
-            with far:
-                far.settimeout(60)
-                near.sendall(b"x" * 100_000)
-                assert far.makefile("rb").read(100_000) == b"x" * 100_000
-                far.sendall(b"thanks")
-                assert near.makefile("rb").read(6) == b"thanks"
-                assert meter.traffic("line") == Traffic(100_000, 6)

@@ -223,32 +223,6 @@ def test_divergence_shows_in_the_result_without_a_warning(model, num_classes, ki
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "mpl:200", "mlp", "mlp:", "mlp:0", "mlp:-3", "mlp:2.5", "mlp:²", "softmax:3"]
-)
-def test_unknown_model_is_named_with_the_choices(spec):
-    with pytest.raises(ConfigError, match=r"^(unknown )?(model|option hidden of model) ") as caught:
-        make_objective(spec, 4, 2, 0.0, "mean")
-    assert repr(spec.partition(":")[0]) in str(caught.value) or repr(spec) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("logistic", 4, 3, 0.0, "mean"), "needs 2 classes, the data has 3"),
-        (("softmax", 0, 3, 0.0, "mean"), "at least 1 feature, got 0"),
-        (("softmax", 4, 1, 0.0, "mean"), "at least 2 classes, got 1"),
-        (("softmax", 4, 3, -0.5, "mean"), "l2 -0.5"),
-        (("softmax", 4, 3, float("nan"), "mean"), "l2 nan"),
-        (("softmax", 4, 3, 0.0, "median"), "scaling 'median' is not one of mean, sum"),
-        (("softmax", 4, 3, 0.0, "mean"), "seed -1"),
-    ],
-)
-def test_bad_settings(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        make_objective(*arguments).init_params(-1)
-
-
-@pytest.mark.parametrize(
     ("params", "features", "labels", "message"),
     [
         (np.zeros(7), np.zeros((5, 6)), np.zeros(5, int), r"shape \(7,\).* needs \(21,\)"),

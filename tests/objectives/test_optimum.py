@@ -60,14 +60,11 @@ def test_clients_count_alike_whatever_their_size():
     assert twice.value == pytest.approx(once.value, abs=1e-11)
 
 
-def test_single_precision_data_is_solved_in_double():
+def test_single_precision_is_solved_in_double_and_an_exhausted_budget_shows_in_the_bound():
     objective = make_objective("softmax", 4, 3, 0.01, "mean")
     single = unequal_clients(3, np.float32)
     double = [(features.astype(np.float64), labels) for features, labels in single]
     assert find_optimum(objective, single) == find_optimum(objective, double)
-
-
-def test_an_exhausted_budget_shows_in_the_bound():
     objective = make_objective("softmax", 4, 3, 1e-4, "mean")
     rough = find_optimum(objective, unequal_clients(3), max_passes=5)
     fine = find_optimum(objective, unequal_clients(3))

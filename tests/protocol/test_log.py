@@ -171,23 +171,10 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
         log_since(parcel.log, 7)
 
 
-def test_only_what_has_the_digest_of_its_round_gets_entries():
+def test_a_snapshot_is_relative_to_a_start_that_a_client_has():
     book = Book.of("laq", Exact())
-    first = first_held(book.terms, lambda: book.start)
-    assert first is not None
-    book.pass_rounds(4)
-    held = book.follow(1, first)
-    book.pass_rounds(3)
-    old = holding_of(book.terms, held, lambda: book.start)
-    book.publisher.positions[1] = book.round
-    book.publisher.lost(1, old)  # a restored backup
-    assert book.publisher.positions[1] == old.round
-    book.publisher.lost(1, old)  # it was sent entries from there, and they were no help
-    assert book.publisher.positions[1] == 0
-    moved = held.track._replace(position=held.track.position + 1)
-    other = held._replace(track=moved)
-    book.publisher.lost(1, holding_of(book.terms, other, lambda: book.start))
-    assert book.publisher.positions[1] == 0
+    book.pass_rounds(7)
+    book.publisher.lost(1, holding_of(book.terms, None, lambda: book.start))
     relative = book.parcel(1)
     book.publisher.lost(1, holding_of(book.terms, None, lambda: None))
     absolute = book.parcel(1)

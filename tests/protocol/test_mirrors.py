@@ -186,21 +186,6 @@ class Pair:
         return reply
 
 
-def test_a_lost_upload_is_rolled_back_with_all_that_belongs_to_it():
-    pair = Pair("onebit")
-    pair.round()
-    kept = pair.client.current
-    pair.answer(pair.order())  # never arrives
-    residual = kept.state.stages["feedback"]["residual"]
-    assert not np.array_equal(pair.client.current.state.stages["feedback"]["residual"], residual)
-    pair.book.step()
-    base = find_base(pair.recipe, pair.client, pair.order(), draw=98)
-    assert base is not None
-    assert base.rolled_back
-    assert base.snapshot is kept
-    assert base.snapshot.state.stages["feedback"]["residual"] is residual
-
-
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_restarted_server_gets_the_same_answer_again(is_silent):
     """What was answered is undone first, also where it moved no mirror."""

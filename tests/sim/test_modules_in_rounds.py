@@ -244,7 +244,7 @@ def test_exact_gradients_go_on_refusing_before_the_first_round():
         FastSimulation(token_problem(), make_recipe("gd"), 0.1, training=steps)
 
 
-def test_token_ids_and_sequence_targets():
+def test_token_ids_several_labels_and_images_are_learned():
     problem = token_problem("float32")
     assert problem.objective.num_params == sum(p.numel() for p in Tokens().parameters())
     simulation, _ = run(problem, "lean", rounds=40, step_size=0.2)
@@ -252,13 +252,22 @@ def test_token_ids_and_sequence_targets():
     assert values["accuracy"] > 0.6
     assert 1 < values["perplexity"] < 4
 
-
-def test_multi_label_targets():
     clients = tuple(Samples(c.features, np.eye(3)[c.labels]) for c in classes())
     loss = nn.functional.binary_cross_entropy_with_logits
     problem = problem_of(Objective.from_module(seeded(lambda: nn.Linear(5, 3)), loss), clients)
     simulation, _ = run(problem, rounds=30)
     assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8
+
+    random = np.random.default_rng(3)
+    clients = tuple(
+        Samples(random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3)
+    )
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3))
+    for device in "cpu", "torch:cpu":
+        problem = problem_of(Objective.from_module(module), clients)
+        simulation = FastSimulation(problem, make_recipe("lean"), 0.05, device=device)
+        first, *_, last = (simulation.run_round() for _ in range(10))
+        assert last.loss < first.loss
 
 
 def regression(shape):
@@ -320,19 +329,6 @@ def test_several_outputs(kind):
     values = problem.measure(simulation.parameters)
     assert values.get("accuracy", 1.0) > 0.7
     assert set(values) == (set() if kind == "other" else {"accuracy"})
-
-
-def test_images_keep_their_shape():
-    random = np.random.default_rng(3)
-    clients = tuple(
-        Samples(random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3)
-    )
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3))
-    for device in "cpu", "torch:cpu":
-        problem = problem_of(Objective.from_module(module), clients)
-        simulation = FastSimulation(problem, make_recipe("lean"), 0.05, device=device)
-        first, *_, last = (simulation.run_round() for _ in range(10))
-        assert last.loss < first.loss
 
 
 def test_statistics_on_another_device():

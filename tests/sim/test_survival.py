@@ -15,6 +15,7 @@ from aqg.sim.engine import FastSimulation
 from aqg.sim.training import Dropout, Training
 
 from tests import commands
+from tests.flower import resnet
 from tests.problems import LOCAL, NATURAL, soak, tiny_problem
 
 DIGITS = {"dataset": "digits", "clients": 10, "partition": "label", "l2": 0.01}
@@ -146,3 +147,25 @@ def test_any_starting_norm_is_trained_from(scale):
         assert losses[-1] < first
     found, fixed = losses
     assert found < 1.05 * fixed
+
+
+TWO_POINTS = 0.02
+
+
+def simulated(recipe):
+    """Return the accuracy of the net in the simulator, on minibatches."""
+    simulation = resnet.make_simulation(recipe, resnet.make_net())
+    records = [simulation.run_round(evaluate=False) for _ in range(resnet.SIMULATED_ROUNDS)]
+    assert not any(record.faults for record in records)
+    buffers = simulation.statistics.buffers()
+    for spec in simulation.problem.objective.model_layout.statistics:
+        if spec.name.endswith("running_var"):
+            assert (buffers.values[spec.place] > 0).all(), spec.name
+    return resnet.simulated_accuracy(simulation)
+
+
+@pytest.mark.soak
+def test_in_the_simulator():
+    accuracies = {recipe: simulated(recipe) for recipe in ("gd", "auto", "lean", "eden", "qsgd")}
+    assert accuracies["gd"] > 0.9
+    assert min(accuracies.values()) >= accuracies["gd"] - TWO_POINTS, accuracies

@@ -92,13 +92,9 @@ def test_batches_pass_over_all_samples_and_reshuffle():
     assert batches_of(LocalTraining(batch_size=4, steps=5), key=(7, 1, 3)) == batches[:5]
     for other in ((8, 1, 3), (7, 2, 3), (7, 1, 4)):
         assert batches_of(LocalTraining(batch_size=4), key=other) != batches[:1]
-
-
-@pytest.mark.parametrize(
-    ("options", "count"), [({"steps": 3}, 3), ({"epochs": 2}, 2), ({"batch_size": 99}, 1)]
-)
-def test_without_a_batch_size_every_step_sees_everything(options, count):
-    assert batches_of(LocalTraining(**options)) == [list(range(10))] * count
+    # Without a batch size, every step sees everything.
+    for local, count in ({"steps": 3}, 3), ({"epochs": 2}, 2), ({"batch_size": 99}, 1):
+        assert batches_of(LocalTraining(**local)) == [list(range(10))] * count
 
 
 def test_optimizers_by_hand():
@@ -325,19 +321,6 @@ def test_clients_that_hold_nothing_train_alike_and_receive_more(name, downlink):
     assert none.parameters.tobytes() == kept.parameters.tobytes()
     assert [r.upload_bytes for r in one] == [r.upload_bytes for r in other]
     assert sum(r.download_bytes for r in other) > 1.2 * sum(r.download_bytes for r in one)
-
-
-@pytest.mark.parametrize(
-    ("name", "memory", "complaint"),
-    [
-        ("lean", "none", "memory is 'none' with a recipe whose clients"),
-        ("stc", "none", "memory is 'none' with a recipe whose clients"),
-        ("qsgd", "all", "memory is 'all'; choose from model, none"),
-    ],
-)
-def test_recipes_that_need_a_memory_say_so(name, memory, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        simulate(FastSimulation, name, Training(LOCAL, memory=memory))
 
 
 SPEEDS = Speeds(sigma=1.0, jitter=0.3)

@@ -99,40 +99,6 @@ def test_names_stay_unique_and_short(tmp_path):
     assert all(len(name) <= 120 and "/" not in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({}, r"no table \[grid\]"),
-        ({"grid": 3}, r"no table \[grid\]"),
-        ({"grid": {}}, r"no table \[grid\]"),
-        ({"nope": 1, "grid": {"seed": [0]}}, "unknown setting 'nope'; choose from recipe"),
-        ({"grid": {"nope": [0]}}, "unknown setting 'nope'; choose from recipe"),
-        ({"grid": {"seed": 3}}, r"seed in \[grid\] is 3; it must be a list"),
-        ({"grid": {"seed": []}}, r"seed in \[grid\] is \[\]; it must have at least 1 value"),
-        ({"grid": {"seed": [1, 2, 1]}}, r"seed in \[grid\] has 1 twice"),
-        ({"grid": {"dropout": [0, 0.0]}}, r"dropout in \[grid\] has 0.0 twice"),
-        ({"seed": 1, "grid": {"seed": [1, 2]}}, r"seed is both fixed \(1\) and in \[grid\]"),
-        ({"grid": {"recipe": ["gd", " gd"]}}, "are the same run, recipe-gd"),
-        ({"recipe": "gd,laq", "grid": {"seed": [1]}}, "a run has 1 recipe, not 2"),
-        ({"grid": {"seed": [1]}}, "a run has 1 recipe, not 3"),
-        ({"recipe": "gd", "grid": {"rounds": [5, -5]}}, "rounds is -5; it must be at least 1"),
-        ({"recipe": "gd", "grid": {"seed": [True]}}, "seed is True; it must be a whole number"),
-        ({"grid": {"recipe": ["gd", "nope"]}}, "unknown recipe 'nope'"),
-        ({"run": 3}, "run is not an array of tables"),
-        ({"run": [{"recipe": "gd"}], "grid": {"seed": [1]}}, r"both \[grid\] and \[\[run\]\]"),
-        ({"run": [{"recipe": "gd", "sead": 1}]}, "unknown setting 'sead'"),
-        ({"run": [{"recipe": "gd"}, {"recipe": "gd"}]}, "are the same run"),
-        ({"run": [{"recipe": "gd", "name": "a"}, {"recipe": "lean"}]}, "every run needs one"),
-        ({"run": [{"recipe": "gd", "name": "../a"}]}, "name of a run is '../a'"),
-        ({"run": [{"recipe": r, "name": "a"} for r in ("gd", "laq")]}, "two runs have the name"),
-    ],
-)
-def test_a_bad_grid_or_list_is_refused_in_one_line(document, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        expand(document)
-    assert "\n" not in str(caught.value)
-
-
 def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.grids import Grid
+from aqg.core.grids import Grid, level_dtype
 from aqg.core.messages import (
     BlockUpload,
     DenseUpload,
@@ -22,10 +22,11 @@ from aqg.core.messages import (
 )
 from aqg.errors import ConfigError, MessageError, WireError
 from aqg.wire import Known, decode, encode
-from aqg.wire.bitpack import packed_size
+from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.frame import Mode
 from aqg.wire.payloads import decode_gaps, encode_gaps, few_places
 from aqg.wire.sections import BLOCK_LENGTH, BLOCKED_LENGTH
+from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import MAX_BYTES, Reader, write_varint
 from aqg.wire.varint import seal as sealed
 
@@ -106,6 +107,23 @@ def test_large_messages_are_coded_in_blocks(case):
         assert decode(frame, length, threads=threads) == message
 
 
+@given(st.integers(1, 16), st.integers(0, 400), st.integers(0, 2**32 - 1), st.sampled_from([1, -1]))
+def test_levels_are_packed_as_numpy_packs_bits(width, length, seed, stride):
+    levels = np.random.default_rng(seed).integers(0, 1 << width, length)
+    levels = levels.astype(level_dtype(width))[::stride]
+    packed = pack(levels, width)
+    bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
+    by_numpy = np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
+    np.testing.assert_array_equal(packed, by_numpy)
+    np.testing.assert_array_equal(unpack(packed, width, length), levels)
+    for wrong, reason in (
+        (np.append(levels, 1 << width), "does not fit into"),
+        (levels, "width 17"),
+    ):
+        with pytest.raises(MessageError, match=reason):
+            pack(wrong, 17 if wrong is levels else width)
+
+
 def test_what_both_ends_know_makes_frames_shorter_and_is_checked():
     upload = laplace_upload(Grid.MIDTREAD, 4, 7850, 1.5, seed=0)
     noise = np.random.default_rng(1).normal(size=7850).astype(np.float32) * upload.step
@@ -121,10 +139,6 @@ def test_what_both_ends_know_makes_frames_shorter_and_is_checked():
         decode(frame, 7850, known=Known(noise[:9]))
     with pytest.raises(MessageError, match="the known reference has 9 values"):
         encode(upload, known=Known(noise[:9]))
-
-
-def test_a_skip_is_one_byte_whatever_its_reason():
-    assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -207,7 +221,8 @@ def test_random_places_cost_little_more_than_they_must(length, count):
     assert bound <= np.mean(sizes) <= bound + 2.5 + 0.02 * count  # a count, half a byte of padding
 
 
-def test_golden_places():
+def test_golden_places_and_skips():
+    assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
     upload = ternary(100, 3, seed=5)
     assert np.flatnonzero(upload.levels != 1).tolist() == GOLDEN_PLACES
     assert encode(upload).hex() == GOLDEN_GAPS
@@ -401,3 +416,80 @@ def test_golden_frames_are_read_and_written_as_they_always_were(case):
         message = golden_messages()[name]
         known = golden_known(1000) if name == "hinted-4-bit" else None
         assert encode(message, known=known) == frame
+
+
+SECTIONS = (Section(3, "float32"), Section(2, "float64"), Section(2, "int"))
+
+
+def message(sent=(True, True, True)):
+    values = np.array([0.25, -3.0, 1e-3, np.pi, 1e300])
+    return StatisticsMessage(
+        np.float64(values), np.array([5, -70000], np.int64), np.array(sent, np.bool_)
+    )
+
+
+def test_golden_bytes():
+    small = StatisticsMessage(np.array([1.0, -0.5]), np.array([3]), np.array([True, True]))
+    sections = (Section(2, "float32"), Section(1, "int"))
+    assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
+    small = small._replace(short=np.array([True, True]))
+    byte = encode_statistics(small, sections, "byte")
+    assert byte[:-4].hex() == "51020301" + "0278f0" + "06"
+    change = encode_statistics(small, sections, "change")
+    assert change[:-4].hex() == "51030301" + "00e7" + "06"
+
+
+@pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
+def test_only_what_is_sent_comes_back(sent):
+    original = message(sent)
+    found = decode_statistics(encode_statistics(original, SECTIONS, "half"), SECTIONS)
+    assert found.sent.tolist() == list(sent)
+    expected = original.values * np.repeat(sent[:2], (3, 2))
+    np.testing.assert_allclose(found.values[[0, 1, 2, 4]], expected[[0, 1, 2, 4]], rtol=2.0**-11)
+    np.testing.assert_array_equal(found.counts, original.counts * sent[2])
+
+
+@given(
+    st.lists(
+        st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_short_forms_keep_their_bounds_and_the_sign(numbers):
+    values = np.array(numbers)
+    every = np.ones(1, np.bool_)
+    original = StatisticsMessage(values, np.zeros(0, np.int64), every, every)
+    sections = (Section(len(values), "float64"),)
+    bounds = {"half": (2.0**-11, 2.0**-39), "byte": (1 / 16, 2.0**-17), "change": (1 / 3, 2.0**-6)}
+    for precision, (share, of_largest) in bounds.items():
+        frame = encode_statistics(original, sections, precision)
+        found = decode_statistics(frame, sections).values
+        bound = share * np.abs(values) + of_largest * np.abs(values).max()
+        assert (np.abs(found - values) <= bound * (1 + 1e-12)).all()
+        assert (found * np.sign(values) >= 0).all()
+        frame = encode_statistics(original._replace(values=found), sections, precision)
+        again = decode_statistics(frame, sections).values  # the largest may be a power of two now
+        assert (np.abs(again - found) <= of_largest * np.abs(found).max()).all()
+
+
+def test_tensors_of_a_frame_may_be_short_or_half():
+    original = message()._replace(short=np.array([True, False, True]))
+    original.values[4] = 2.0
+    for precision in "byte", "change":
+        found = decode_statistics(encode_statistics(original, SECTIONS, precision), SECTIONS)
+        assert found.short.tolist() == [True, False, False]  # integers have no short form
+        assert found.is_change == (precision == "change")
+        np.testing.assert_allclose(found.values[3:], original.values[3:], rtol=2.0**-11)
+        np.testing.assert_array_equal(found.counts, original.counts)
+
+
+def test_non_finite_values_are_not_written():
+    broken = message()
+    broken.values[1] = np.nan
+    with pytest.raises(WireError, match="NaN or infinity"):
+        encode_statistics(broken, SECTIONS, "half")
+    silent = broken._replace(sent=np.array([False, True, True]))
+    assert encode_statistics(silent, SECTIONS, "half")
+    with pytest.raises(WireError, match="precision 'double' is not one of half, byte, change"):
+        encode_statistics(message(), SECTIONS, "double")
