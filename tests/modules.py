@@ -5,7 +5,7 @@ from torch import nn
 
 
 class Masked(nn.Module):
-    """Tied weights, a frozen layer, a mask of -inf in the saved state, and a cache outside of it."""
+    """Tied weights, a frozen layer, a mask of -inf in the saved state, a cache outside of it."""
 
     def __init__(self):
         super().__init__()

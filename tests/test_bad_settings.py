@@ -79,6 +79,14 @@ def grid(**document):
     return expand(document)
 
 
+def scale(number: int, *, factor: float = 1.0, loud: bool = False):
+    return number, factor, loud
+
+
+def scaled(spec):
+    return make_named("rule", spec, {"scale": scale}, also=("auto",))
+
+
 def images(*shape, num_classes=10, target_shape=()):
     return DataShape(shape, target_shape, num_classes, 0)
 
@@ -140,6 +148,15 @@ SPECS = {
     make_metrics: {
         "acuracy": "'acuracy' is not one of accuracy, mse, r2, perplexity",
         "accuracy,accuracy": "named twice",
+    },
+    scaled: {
+        "grow": "unknown rule 'grow'; choose from auto, scale",
+        "scale": "rule 'scale' needs a value, as in scale:NUMBER",
+        "scale:2.5": "option number of rule 'scale' is '2.5'; it must be a whole number",
+        "scale:1:factor=x": "option factor of rule 'scale' is 'x'; it must be a number",
+        "scale:1:loud=2": "option loud of rule 'scale' is '2'; it must be true or false",
+        "scale:1:2": "rule 'scale' has no option '2'; it has: number, factor, loud",
+        "scale:1:factor=1:factor=2": "option factor of rule 'scale' is given twice",
     },
     make_step: {
         "long": "unknown step 'long'; choose from auto, fixed, dog",
@@ -404,23 +421,6 @@ def test_every_default_is_a_value_that_the_setting_takes(kind):
         assert table(kind)[field.name].help.endswith((".", ")"))
 
 
-def scale(number: int, *, factor: float = 1.0, loud: bool = False):
-    return number, factor, loud
-
-
 def test_options_are_read_as_what_they_are():
-    makers = {"scale": scale}
-    assert make_named("rule", "scale:3:loud:factor=2", makers) == (3, 2.0, True)
-    assert make_named("rule", "scale:loud=false", makers, 7) == (7, 1.0, False)
-    for spec, message in {
-        "grow": "unknown rule 'grow'; choose from auto, scale",
-        "scale": "rule 'scale' needs a value, as in scale:NUMBER",
-        "scale:2.5": "option number of rule 'scale' is '2.5'; it must be a whole number",
-        "scale:1:factor=x": "option factor of rule 'scale' is 'x'; it must be a number",
-        "scale:1:loud=2": "option loud of rule 'scale' is '2'; it must be true or false",
-        "scale:1:2": "rule 'scale' has no option '2'; it has: number, factor, loud",
-        "scale:1:factor=1:factor=2": "option factor of rule 'scale' is given twice",
-    }.items():
-        with pytest.raises(ConfigError) as caught:
-            make_named("rule", spec, makers, also=("auto",))
-        assert str(caught.value).startswith(message)
+    assert scaled("scale:3:loud:factor=2") == (3, 2.0, True)
+    assert make_named("rule", "scale:loud=false", {"scale": scale}, 7) == (7, 1.0, False)

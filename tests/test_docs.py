@@ -287,7 +287,7 @@ OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address
 """Options of Flower's commands that pages name by themselves."""
 
 
-def test_the_numbers_of_the_default_are_those_of_the_code():
+def test_the_numbers_of_the_default_and_of_adaptive_steps_are_those_of_the_code():
     page = TEXTS[ROOT / "docs/explanation/default-recipe.md"]
     told = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
     for text in (f"ν = {NOISE:g}", f"{FIRST:g}", f"{LONGEST_FIRST:g}", f"γ = {AVERAGE:g}"):
@@ -297,8 +297,6 @@ def test_the_numbers_of_the_default_are_those_of_the_code():
     assert "three quarters of the\nenergy" in page
     assert "`½·√p` times as many as a mean upload has" in page
 
-
-def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
     text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
     rule = DistanceOverGradients()
     assert f"the first step has at most {rule.widest:g} times the length" in text

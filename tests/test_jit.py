@@ -11,8 +11,6 @@ import aqg
 
 from tests.commands import run
 
-pytest.importorskip("numba")
-
 ROOT = Path(__file__).parents[1]
 
 ONE_KERNEL = """

@@ -251,8 +251,6 @@ def test_with_sim_the_first_commands_of_the_readme_run(environment, tmp_path):
 
 @pytest.mark.soak
 def test_with_everything_modules_and_flower_run(environment, tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("flwr")
     environment.link("all")
     environment.aqg("run", "--recipe=gd", "--model=cnn", "--rounds=2", f"--out={tmp_path}/cnn")
     assert (tmp_path / "cnn" / "gd" / "model.safetensors").exists()

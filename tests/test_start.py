@@ -5,9 +5,13 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from torch import nn
 
 from aqg.errors import ConfigError, WireError
+from aqg.models.nets import Transformer
+from aqg.objectives.layout import ModelLayout
 from aqg.start import (
     CONSTANT,
     NORMAL,
@@ -22,12 +26,6 @@ from aqg.start import (
     settle,
     unpack,
 )
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from aqg.models.nets import Transformer  # noqa: E402
-from aqg.objectives.layout import ModelLayout  # noqa: E402
 
 
 def make_mlp():
@@ -161,14 +159,6 @@ def test_zeros_cost_nothing_and_a_tensor_may_have_no_parameters():
         np.testing.assert_allclose(unpack(message, len(params), "float64", params), started)
 
 
-def test_another_model_is_told_by_its_digest():
-    params, shapes = flat(make_mlp)
-    message = pack(params, shapes, "digest")
-    for held in [params + np.float32(1e-3)], []:
-        with pytest.raises(OtherModelError, match="another one"):
-            unpack(message, len(params), "float32", *held)
-
-
 @ways
 def test_damaged_bytes_are_refused(way):
     params, shapes = flat(make_cnn)
@@ -198,7 +188,7 @@ def test_hostile_bytes_with_a_right_checksum_are_refused_or_read(way):
     assert num_refused > 150
 
 
-def test_bad_input_is_named():
+def test_bad_input_and_another_model_are_named():
     params, shapes = flat(make_mlp)
     for arguments, pattern in (
         ((params, shapes, "post"), "start is 'post'; choose from seed, digest, rounded, exact"),
@@ -214,3 +204,8 @@ def test_bad_input_is_named():
         pack(params, shapes, "rounded", bits=9)
     with pytest.raises(WireError, match="has 7510 parameters; the one here has 3"):
         unpack(pack(params, shapes, "exact"), 3, "float32")
+    params, shapes = flat(make_mlp)
+    message = pack(params, shapes, "digest")
+    for held in [params + np.float32(1e-3)], []:
+        with pytest.raises(OtherModelError, match="another one"):
+            unpack(message, len(params), "float32", *held)

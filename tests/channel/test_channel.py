@@ -283,7 +283,7 @@ def test_a_model_that_was_trained_is_not_drawn_anew():
     assert channel.order(0, False)[1]
 
 
-def test_the_last_value_counts_and_a_change_is_measured_piece_by_piece():
+def test_changes_are_measured_piece_by_piece_and_taken_off_in_the_tensors_own_precision():
     one = np.zeros(PIECE + 3, np.float32)
     other = one.copy()
     assert is_same(one, other)
@@ -299,8 +299,6 @@ def test_the_last_value_counts_and_a_change_is_measured_piece_by_piece():
     assert count == len(before[::7])
     assert square == pytest.approx(float(np.square(after.astype(np.float64) - before).sum()))
 
-
-def test_an_update_is_taken_off_in_the_tensors_own_precision():
     values = {"a": np.ones((2, 2), np.float16), "b": np.arange(3, dtype=np.float32)}
     specs = Schema.of(values).specs
     update = np.linspace(0, 0.1, 7).astype(np.float32)

@@ -7,14 +7,12 @@ GPU is in `tests/sim/test_engine.py`, where there is one.
 import numpy as np
 import pytest
 
+from aqg.contrib import cuda
 from aqg.core.recipes import make_recipe
 from aqg.sim import engine
 from aqg.sim.engine import FastSimulation
 
 from tests.problems import assert_same, in_setting, settings, tiny_problem
-
-torch = pytest.importorskip("torch")
-from aqg.contrib import cuda  # noqa: E402
 
 
 class EagerRecording:

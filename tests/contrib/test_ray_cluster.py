@@ -16,7 +16,6 @@ from aqg.errors import ConfigError
 
 from tests.commands import contents, interrupt, started, wait_for
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("default")
 
 SLOW = """

@@ -199,7 +199,7 @@ def test_a_server_that_lost_a_frame_refuses_the_next_one_that_leans_on_it():
         server = finish_round(recipe, server, 0.01)
 
 
-def test_a_message_costs_the_same_for_any_number_of_clients():
+def test_messages_cost_the_same_for_any_number_of_clients_who_take_no_memory_without_a_mirror():
     recipe = make_recipe("lean")
     client = init_client(recipe, 1000, "float32")
     peaks = {}
@@ -214,8 +214,6 @@ def test_a_message_costs_the_same_for_any_number_of_clients():
         tracemalloc.stop()
     assert peaks[100_000] < peaks[10] + 20_000  # a row, not a list of all clients
 
-
-def test_clients_without_a_mirror_take_no_memory():
     recipe = make_recipe("stc")
     tracemalloc.start()
     server = init_server(recipe, np.zeros(1000, np.float32), 1_000_000)

@@ -55,11 +55,18 @@ def test_a_seed_decides_and_others_differ(spec):
     assert len(seen) == (1 if spec in ("label", "source") else 10)
 
 
-def test_iid_parts_are_of_one_size_and_mixed():
+def test_iid_parts_are_mixed_and_shuffled_slices_of_one_source_each():
     dataset = make_dataset(np.repeat(np.arange(10), 100), 10)
     parts = parse_partition("iid").split(dataset, 7, seed=0)
     assert sorted(map(len, parts)) == [142] * 1 + [143] * 6
     assert all(len(np.unique(dataset.labels[part])) == 10 for part in parts)
+
+    dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
+    parts = parse_partition("source:shuffled").split(dataset, 4, seed=3)
+    assert [(len(p), set(dataset.sources[p].tolist())) for p in parts] == [(5, {0})] * 2 + [
+        (5, {1})
+    ] * 2
+    assert any(np.any(np.diff(part) != 1) for part in parts)
 
 
 @given(num_classes=st.integers(1, 6), extra=st.integers(0, 20))
@@ -72,15 +79,6 @@ def test_label_gives_each_client_its_label_in_near_equal_slices(num_classes, ext
     for label in range(num_classes):
         sizes = [len(part) for part in parts[label::num_classes]]
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_shuffled_slices_are_equal_and_of_one_source_each():
-    dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
-    parts = parse_partition("source:shuffled").split(dataset, 4, seed=3)
-    assert [(len(p), set(dataset.sources[p].tolist())) for p in parts] == [(5, {0})] * 2 + [
-        (5, {1})
-    ] * 2
-    assert any(np.any(np.diff(part) != 1) for part in parts)
 
 
 FIVES = [list(range(first, first + 5)) for first in (0, 5, 11, 16)]

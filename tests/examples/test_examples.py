@@ -90,7 +90,6 @@ def test_the_app_is_one_that_flowers_hub_takes():
 @pytest.fixture
 def _partitioners(monkeypatch):
     """Offline: the images come from scikit-learn, and the partitioner is given them."""
-    pytest.importorskip("torch")
     pytest.importorskip("flwr_datasets", reason="no flwr-datasets: pip install flwr-datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -144,7 +143,6 @@ def test_an_app_learns_from_images_dealt_by_labels(monkeypatch):
 
 @pytest.mark.soak
 def test_adapters_learn_with_few_bytes(monkeypatch):
-    pytest.importorskip("torch")
     accuracies, (up, down) = run_in_process("flower-lora", monkeypatch)
     whole = 3 * 4 * 68_700
     assert up < whole / 20
@@ -163,7 +161,6 @@ def test_the_tables_of_apps_are_those_of_their_runs():
 
 def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
     """The whole benchmark, with a small model and invented plays."""
-    pytest.importorskip("torch")
     from benchmarks import flowertune
 
     roles = {f"play__{k}": ["to be or not to be, that is the question " * 20] for k in range(22)}

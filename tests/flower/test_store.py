@@ -35,6 +35,7 @@ from aqg.protocol.store import DirectoryVault
 from tests.flower.own_messages import ANY, parts_of
 from tests.flower.small_app import NUM_CLIENTS, everyone, first_arrays, make_app
 from tests.flower.test_dropin import make_grid
+from tests.problems import soak
 
 LINK, NODE = 1, 5
 
@@ -76,13 +77,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("downlink", "most_vectors"),
-    [
-        *(
-            pytest.param(d, most, marks=pytest.mark.soak)
-            for d, most in [(Full(), 6.9), (Exact(), 8.1)]
-        ),
-        (Condensed(), 7.5),
-    ],
+    [soak(Full(), 6.9), soak(Exact(), 8.1), (Condensed(), 7.5)],
 )
 def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_vectors):
     length = 1_200_000  # beyond the context coder, which needs memory of its own
@@ -183,14 +178,12 @@ def test_arrays_are_flowers(tensor):
     assert np.array_equal(array_of(tensor).numpy(), tensor)
 
 
-def test_no_copy_is_made():
+def test_no_copy_is_made_and_damaged_arrays_are_refused():
     array = Array(np.zeros(1000, np.float32))
     read = tensor_of(array)
     assert np.shares_memory(read, np.frombuffer(array.data, np.uint8))
     assert not read.flags.writeable
 
-
-def test_damaged_arrays_are_refused():
     whole = Array(np.zeros(1000, np.float32))
     cut = Array("float32", (1000,), "numpy.ndarray", whole.data[:-8])
     with pytest.raises(ValueError, match="buffer is smaller"):

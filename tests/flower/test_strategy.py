@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, Strategy
 
@@ -255,7 +256,6 @@ def test_nothing_else_drives_it():
 
 
 def test_tasks_send_metrics_as_well(tmp_path):
-    torch = pytest.importorskip("torch")
     from aqg.flower import FlowerTask, make_client_app
 
     def make_task(context):
@@ -298,7 +298,6 @@ def test_tasks_send_metrics_as_well(tmp_path):
 
 
 def test_a_module_with_tied_weights_serves_plain_clients():
-    torch = pytest.importorskip("torch")
     from tests.modules import Masked
 
     seen = []

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from aqg.core.recipes import make_recipe
 from aqg.errors import ConfigError, DataError
@@ -13,12 +15,8 @@ from aqg.objectives import Objective
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Dropout
 
+from tests.modules import Masked
 from tests.problems import check_engines, check_torch, crossed
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
-
-from tests.modules import Masked  # noqa: E402
 
 IMAGE = (1, 8, 8)
 NUM_PIXELS = 64

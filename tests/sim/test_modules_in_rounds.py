@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from aqg.core.recipes import make_recipe
 from aqg.core.step_sizes import make_step
@@ -17,9 +19,6 @@ from aqg.sim.simulation import SimulationState
 from aqg.sim.training import Dropout, LocalTraining, Training
 
 from tests.problems import check_engines, crossed
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 MINIBATCHES = Training(LocalTraining(batch_size=8, steps=3, rate=0.1), weighting="samples")
 NUM_CLIENTS = 4

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from aqg.cli.app import run_app
 from aqg.core.downlink import Condensed, Full, make_downlink
@@ -405,7 +406,6 @@ def test_bytes_of_those_at_work():
 
 
 def test_statistics_that_the_server_averages_come_with_the_round():
-    nn = pytest.importorskip("torch").nn
     module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     problem = Problem.from_module(module, PROBLEM.clients)
     training = Training(LOCAL, late=Late(SPEEDS, 2))

@@ -152,7 +152,7 @@ def test_any_bytes_like_frame_is_read(kind):
         assert decoded == upload
 
 
-def test_sparse_frames_reach_the_entropy_of_random_places():
+def test_sparse_frames_reach_the_entropy_of_random_places_and_less_for_clusters():
     """``log2(n choose k)`` bits for places, ``k`` for signs, 11 or so per magnitude."""
     random = np.random.default_rng(2)
     for length, count in ((159_010, 1590), (159_010, 80), (7850, 78)):
@@ -168,8 +168,6 @@ def test_sparse_frames_reach_the_entropy_of_random_places():
         ternary = Upload(levels, 1.0, 2, Grid.MIDTREAD)
         assert size_of(message) <= 20 + size_of(ternary)
 
-
-def test_clustered_places_take_less():
     random = np.random.default_rng(3)
     scattered = np.sort(random.choice(20_000, 400, replace=False))
     starts = np.sort(random.choice(1000, 40, replace=False))

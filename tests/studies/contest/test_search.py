@@ -191,9 +191,7 @@ def test_the_reference_is_the_best_plateau_and_the_fewest_rounds():
     assert reference.crossings[PLATEAU] == fast.reach(goal)
     assert slow.reach(goal).rounds > fast.reach(goal).rounds
     assert reference.hardest.value == max(goal.value for goal in reference.targets.values())
-
-
-def test_a_run_that_was_cut_off_makes_no_reference():
+    # A run that was cut off makes none.
     assert make_reference(ACCURACY, [rising(ROUNDS - 1, half=2)]) is None
     assert make_reference(ACCURACY, []) is None
     diverged = Curve((0.1, math.nan), (0, 10))
@@ -248,12 +246,18 @@ def test_a_fixed_target_needs_no_reference_and_takes_what_there_is():
     assert rank(goal, rising(9, half=9), reference)[0] == 2
 
 
-def test_a_curve_is_read_as_it_was_written():
+def test_a_curve_is_read_as_it_was_written_and_its_plateau_is_that_of_the_tasks_rounds():
     curve = Curve((0.1, math.nan, 0.3), (0, 5, 9), ((0, 0.1), (2, 0.35)))
     again = Curve.from_json(curve.to_json())
     assert again.to_json() == curve.to_json()
     assert math.isnan(again.values[1])
     assert (again.test_after(1), again.test_after(3)) == (0.35, None)
+
+    longer = Curve(tuple(k / 100 for k in range(51)), tuple(range(51)))
+    assert plateau_of(longer, ROUNDS) == pytest.approx((0.37 + 0.38 + 0.39 + 0.40) / 4)
+    assert math.isnan(plateau_of(longer, 60))
+    assert points_above("accuracy", 0.5, 0.52) == pytest.approx(-2)
+    assert points_above("loss", 0.55, 0.5) == pytest.approx(-10)
 
 
 def test_intervals_are_students_for_any_number_of_seeds():
@@ -264,12 +268,3 @@ def test_intervals_are_students_for_any_number_of_seeds():
     assert mean.high - mean.value == pytest.approx(2.093 * spread, rel=1e-3)  # 19 degrees
     assert (mean.includes(1.2), mean.includes(2.0)) == (True, False)
     assert not geometric_mean([2.0, 2.0, 2.0]).includes(1)
-
-
-def test_a_plateau_is_that_of_the_tasks_rounds():
-    """A run that went on for longer, or not as long, is looked at where averaging ended."""
-    longer = Curve(tuple(k / 100 for k in range(51)), tuple(range(51)))
-    assert plateau_of(longer, ROUNDS) == pytest.approx((0.37 + 0.38 + 0.39 + 0.40) / 4)
-    assert math.isnan(plateau_of(longer, 60))
-    assert points_above("accuracy", 0.5, 0.52) == pytest.approx(-2)
-    assert points_above("loss", 0.55, 0.5) == pytest.approx(-10)

@@ -184,13 +184,6 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
         unfinished(plan, tmp_path / "runs")
 
 
-def test_unfinished_runs_are_left_out(tmp_path):
-    (tmp_path / "runs").mkdir()
-    results = keep_results(make_plan(QUICK), QUICK, tmp_path)
-    assert results.outcomes == ()
-    assert all_tables(read_results(tmp_path)) == []
-
-
 def keep_other_machine(directory):
     """Pretend that the same runs came from another kind of processor."""
     results = read_results(directory)
@@ -264,7 +257,7 @@ def test_a_run_that_diverged_leaves_the_picture():
     assert band.high[1] > 1e3
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_one_line_and_unfinished_runs_left_out(tmp_path, capsys):
     with pytest.raises(RunError, match="holds no results"):
         read_results(tmp_path)
     (tmp_path / META).write_text("{}")
@@ -279,6 +272,11 @@ def test_errors_are_one_line(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert "choose from table2" in errors[1]
+
+    (tmp_path / "runs").mkdir()
+    results = keep_results(make_plan(QUICK), QUICK, tmp_path)
+    assert results.outcomes == ()
+    assert all_tables(read_results(tmp_path)) == []
 
 
 def test_missing_data_is_explained(tmp_path, capsys):
