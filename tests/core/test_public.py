@@ -1,4 +1,4 @@
-"""The public model on its exact grid, and tracks: only sums leave, and all follow to the bit."""
+"""The public model on its exact grid, tracks, entries and logs: all follow the sum to the bit."""
 
 from fractions import Fraction
 from itertools import product
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
@@ -48,28 +49,39 @@ from aqg.core.track import (
     next_direction,
     who_sends,
 )
-from aqg.errors import WireError
+from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import (
     Merger,
+    decode_snapshot,
     encode_entry,
     encode_log,
+    encode_snapshot,
     follow_log,
     known_velocity,
     log_rounds,
     log_since,
 )
+from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.problems import tiny_problem
+from tests.wire.logs import (
+    LENGTH,
+    MOVEMENT,
+    entries,
+    of_position,
+    of_velocity,
+    start,
+)
 
-LENGTH = 300
+NUM_PARAMS = 300
 RECIPE = make_recipe("qsgd")
 DOWNLINKS = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
 
 
 def upload(seed, sign=1):
-    levels = np.random.default_rng(seed).integers(0, 3, LENGTH)
+    levels = np.random.default_rng(seed).integers(0, 3, NUM_PARAMS)
     levels = levels if sign > 0 else 2 - levels
     return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD)
 
@@ -85,7 +97,11 @@ def published(recipe, step, start, rounds, num_clients=1):
 
 
 def publish(recipe_name, downlink, rounds):
-    recipe, step, start = make_recipe(recipe_name), Step(0.1, downlink=downlink), np.ones(LENGTH)
+    recipe, step, start = (
+        make_recipe(recipe_name),
+        Step(0.1, downlink=downlink),
+        np.ones(NUM_PARAMS),
+    )
     states, entries = zip(*published(recipe, step, start, rounds, 3), strict=True)
     before = [init_server(recipe, start, 3, step), *states]
     return written([state.public for state in before], entries), states[-1]
@@ -112,7 +128,7 @@ def test_the_state_given_is_left_as_it_was():
     for name, downlink in product(("lean", "auto"), DOWNLINKS):
         recipe = make_recipe(name)
         step = Step(0.1, optimizer=Adam(), downlink=downlink)
-        state = init_server(recipe, np.ones(LENGTH), 2, step)
+        state = init_server(recipe, np.ones(NUM_PARAMS), 2, step)
         state = take_message(recipe, state, 0, upload(1))
         state = take_message(recipe, state, 1, upload(2))
         first, again = (publish_round(recipe, state, step)[0].model for _ in range(2))
@@ -132,10 +148,10 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         space = TorchBackend(tiny_problem(), device)
         step = Step(0.01, optimizer=optimizer, downlink=downlink)
-        model = init_model(chosen, rng.normal(size=LENGTH).astype(dtype), step)
+        model = init_model(chosen, rng.normal(size=NUM_PARAMS).astype(dtype), step)
         there = model_in(space.put, model)
         for _ in range(10):
-            total = rng.normal(size=LENGTH)
+            total = rng.normal(size=NUM_PARAMS)
             step = step._replace(size=rng.random(), sampled=rng.random())
             model = model._replace(total=total, is_moved=True)
             there = there._replace(total=space.put(total), is_moved=True)
@@ -160,9 +176,9 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
     recipe, length, downlink = make_recipe("auto"), 2_000, Condensed(ratio=0.5)
     step = Step(0.1, downlink=downlink)
     state = init_server(recipe, np.ones(length), 2, step)
-    for client, start in enumerate((0, max(0, num_sent - shared))):
+    for client, first in enumerate((0, max(0, num_sent - shared))):
         levels = np.ones(length, np.uint8)
-        levels[start : start + num_sent] = 2
+        levels[first : first + num_sent] = 2
         state = take_message(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
     state = state._replace(model=from_arrays(Model, to_arrays(state.model)))
     assert state.model.num_sent == 2 * num_sent
@@ -522,3 +538,98 @@ def test_everyone_sends_or_is_skipping_or_is_out_of_range(clients, max_staleness
     assert faulty.tolist() == np.flatnonzero(~in_range).tolist()
     expected = np.where(send, 0, before + (in_range & ~send))
     assert after.tolist() == expected.tolist()
+
+
+def test_golden_bytes():
+    assert encode_entry(Entry(5), None).hex() == "00"
+    assert encode_entry(Entry(5, is_step=False), None).hex() == "10"
+    assert encode_entry(Entry(5, movement=1.5, is_rounded=True), None).hex() == "04c03f"
+    assert encode_entry(Entry(5, quantum=2.0**-20), None).hex() == "2027"
+    short = Entry(5, None, of_position(0), 2.0)
+    assert encode_entry(short, None).hex() == "0e0000000000000040" + GOLDEN_POSITION
+    assert encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
+    snapshot = encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
+    assert snapshot.hex() == GOLDEN_SNAPSHOT
+
+
+GOLDEN_POSITION = "090311003f0502cc55dd"
+GOLDEN_LOG = "62ac02020010e47113f5"
+GOLDEN_SNAPSHOT = "730101000004000501000400050100023de3b4e89f8a"
+
+
+def test_what_is_out_of_order_is_named():
+    written, after = entries(start())
+    log = encode_log(1, written)
+    with pytest.raises(WireError, match="begins with round 1; the model here is at 13"):
+        follow_log(log, after, MOVEMENT)
+    with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
+        follow_log(encode_log(4, written[3:]), start(), MOVEMENT)
+    with pytest.raises(WireError, match="changes a velocity; this model has none"):
+        follow_log(log, start("auto"), MOVEMENT)
+    with pytest.raises(MessageError, match="changes a velocity; the model of this recipe"):
+        advance(start("auto"), Entry(1, of_velocity(0)), MOVEMENT)
+    snapshot = encode_snapshot(after, start().parameters)
+    with pytest.raises(WireError, match="relative to a starting model"):
+        decode_snapshot(snapshot, start(), None)
+    with pytest.raises(MessageError, match="entry 3 cannot follow"):
+        advance(start(), Entry(3), MOVEMENT)
+
+
+def test_the_head_of_an_entry_is_checked():
+    for entry, message in (
+        ("04c0", "inside a number"),
+        ("04c0bf", "the movement in entry 1 is -1.5"),
+        ("08", "flags of entry 1 are 08"),
+        ("14c03f", "flags of entry 1 are 14"),
+        ("40", "flags of entry 1 are 40"),
+        ("30", "flags of entry 1 are 30"),
+        ("20fe01", r"a quantum of 2\^127; exponents go from -126 to 101"),
+    ):
+        with pytest.raises(WireError, match=message):
+            follow_log(encode_log(1, [bytes.fromhex(entry)]), start(), MOVEMENT)
+
+
+def test_entries_of_another_run_are_refused():
+    """An entry that was coded with another sum as context does not decode to something else."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-1, 2, 4000)
+    first = init_public(make_recipe("lean"), np.zeros(4000, np.float32))
+    track = first.track._replace(velocity=rows[None] / 8.0, direction=rows[None].astype(np.int8))
+    big = first._replace(track=track)
+    levels = (3 - 2 * rows).astype(np.uint8)
+    entry = Entry(1, Upload(levels, 0.125, 3, Grid.MIDTREAD), None, 1.0)
+    log = encode_log(1, [encode_entry(entry, known_velocity(big))])
+    assert follow_log(log, big, MOVEMENT).round == 2
+    changed = big._replace(track=track._replace(velocity=np.roll(track.velocity, 1)))
+    with pytest.raises(WireError, match="another reference"):
+        follow_log(log, changed, MOVEMENT)
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300]),
+    st.floats(allow_nan=False, width=64),
+)
+PAIRS = st.integers(1, 60).flatmap(lambda n: arrays.arrays(np.float64, (2, n), elements=NUMBERS))
+
+
+@given(PAIRS, st.sampled_from(["float32", "float64"]))
+def test_vectors_come_back_to_the_bit(pair, dtype):
+    with np.errstate(over="ignore"):
+        new, old = pair.astype(dtype)
+    data = encode_vector(new, old)
+    assert decode_vector(np.frombuffer(data, np.uint8), old).tobytes() == new.tobytes()
+
+
+def test_sums_of_quantized_vectors_cost_about_what_their_frames_do():
+    """Ten sparse ternary uploads: their sum takes no more than they did."""
+    from aqg.wire import encode
+
+    rng = np.random.default_rng(1)
+    total, frames = np.zeros(100_000), 0
+    for _ in range(10):
+        levels = np.ones(len(total), np.uint8)
+        levels[rng.choice(len(total), 40, replace=False)] = rng.choice([0, 2], 40)
+        upload = Upload(levels, float(1 + rng.integers(128) / 128) / 512, 2, Grid.MIDTREAD)
+        total += upload.values(np.float64)
+        frames += len(encode(upload))
+    assert len(encode_vector(total, np.zeros_like(total))) < frames

@@ -16,7 +16,6 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
-from flwr.server import strategy as legacy
 from flwr.serverapp import ServerApp
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
@@ -24,7 +23,6 @@ from flwr.serverapp.strategy import FedAvg
 from aqg.channel.settings import Settings
 from aqg.core.downlink import Condensed, make_downlink
 from aqg.core.recipes import make_recipe
-from aqg.errors import ConfigError
 from aqg.flower import Compressed, aqg_mod, envelope, make_mod
 from aqg.flower.grid import CompressedGrid
 from aqg.wire.varint import write_varint
@@ -50,10 +48,6 @@ from tests.flower.small_app import (
 from tests.problems import soak
 
 ROOT = Path(__file__).parents[2]
-
-
-def _trains(message):
-    return message.metadata.message_type == "train"
 
 
 def make_grid(app=None, num_clients=NUM_CLIENTS, **options):
@@ -337,37 +331,6 @@ def test_several_records_and_low_level_grids():
     assert np.abs(models["model"] - 1).max() < 0.05
 
 
-class Mine(legacy.FedTrimmedAvg):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "complaint"),
-    [
-        ("FedAvg", {}, "strategy is a str; it must be a Strategy"),
-        (legacy.FedAvg(), {}, r"use flwr\.serverapp\.strategy\.FedAvg$"),
-        (Mine(), {}, r"use flwr\.serverapp\.strategy\.FedTrimmedAvg$"),
-        (FedAvg(), {"recipe": "corse"}, r"defaults are auto, .* and lean, .* also .*stc"),
-        (FedAvg(), {"recipe": "auto:keep=0.1"}, "no option 'keep'; it has: share, noise"),
-        (FedAvg(), {"recipe": "auto:noise=nan"}, "noise is nan; it must be above 0"),
-        *(
-            (FedAvg(), {"downlink": name}, r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$")
-            for name in ("none", "exact", "full")
-        ),
-    ],
-)
-def test_settings_that_do_not_work_are_told_what_does(strategy, options, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        Compressed(strategy, **options)
-
-
-def test_it_must_be_the_outermost():
-    inner = Compressed(FedAvg(**everyone()))
-    outer = flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, NUM_CLIENTS)
-    with pytest.raises(ConfigError, match="outermost"):
-        run(outer)
-
-
 # What can go wrong.
 
 
@@ -419,7 +382,12 @@ def test_bad_replies_are_refused_by_name(recipe, bound, caplog):
 
     def answer(node, reply):
         place, is_odd = divmod(grid.rounds[node] - 2, 2)
-        if node == 101 and _trains(reply) and not is_odd and place < len(FORGED):
+        if (
+            node == 101
+            and reply.metadata.message_type == "train"
+            and not is_odd
+            and place < len(FORGED)
+        ):
             FORGED[place][0](reply)
         return reply
 

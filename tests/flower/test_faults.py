@@ -113,10 +113,6 @@ def of_another_version(reply):
     reply.content["aqg"] = pack(envelope)
 
 
-def no_envelope(reply):
-    reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
-
-
 def raises(_gradient):
     raise RuntimeError("out of memory")
 
@@ -164,20 +160,8 @@ def changed(**fields):
     )
 
 
-def with_damaged_log(order):
-    return order.log[:2] + bytes([order.log[2] ^ 1]) + order.log[3:]
-
-
 def strike(_, order):
     order.content["aqg"]["bytes"] = flipped(order.content["aqg"]["bytes"])
-
-
-def strike_within(_, order):
-    put(order, flipped(parts_of(order)[0]))
-
-
-def obeyed_before(federation, order):
-    federation.grid.call(18, on_the_wire(order))
 
 
 STRANGERS = {50: {"partition-id": 1}, 51: {"partition-id": 7}, 52: {}}
@@ -214,7 +198,11 @@ FAULTS = {
         REJECTED,
         "version 1",
     ),
-    "no envelope": (replied(no_envelope), REJECTED, "not bytes"),
+    "no envelope": (
+        replied(lambda reply: reply.content.update(aqg=ConfigRecord({"bytes": "nothing"}))),
+        REJECTED,
+        "not bytes",
+    ),
     "another version": (replied(of_another_version), REJECTED, "aqg 0.0.9"),
     "a client that raises": (trained(raises), {"error": [(3, 1)]}, "out of memory"),
     "a gradient that is not finite": (
@@ -231,7 +219,7 @@ FAULTS = {
         "began from zero",
     ),
     "a damaged model on disk": (ordered(rotten_copy), SENT_AGAIN, ""),
-    "a damaged log": (ordered(changed(log=with_damaged_log)), SENT_AGAIN, ""),
+    "a damaged log": (ordered(changed(log=lambda order: flipped(order.log))), SENT_AGAIN, ""),
     "an order without the log": (
         ordered(changed(log=lambda _: encode_log(3, []))),
         SENT_AGAIN,
@@ -247,9 +235,13 @@ FAULTS = {
         SENT_AGAIN,
         "the server says",
     ),
-    "a damaged order": (ordered(strike_within), SENT_AGAIN, "terms of the run are not known"),
+    "a damaged order": (
+        ordered(lambda _, order: put(order, flipped(parts_of(order)[0]))),
+        SENT_AGAIN,
+        "terms of the run are not known",
+    ),
     "an order delivered twice": (
-        ordered(obeyed_before),
+        ordered(lambda f, order: f.grid.call(18, on_the_wire(order))),
         REJECTED,
         "it has answered a later order already",
     ),
