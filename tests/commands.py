@@ -72,6 +72,27 @@ def change_rounds(directory, change):
     file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
 
 
+def plugin(name, deed, policy="Always(32)", recipe="gd"):
+    """Return a file with a recipe that does something before it decides."""
+    base = policy.partition("(")[0]
+    return f"""
+import os, signal, time
+from dataclasses import replace
+from pathlib import Path
+from aqg.core.policies import {base}
+from aqg.core.recipes import make_recipe, register
+
+class {name.title()}({base}):
+    def decide(self, case):
+        {deed}
+        return super().decide(case)
+
+@register("{name}", "does something first")
+def _{name}(bits):
+    return replace(make_recipe("{recipe}"), policy={policy.replace(base, name.title(), 1)})
+"""
+
+
 def _files():
     return sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
 

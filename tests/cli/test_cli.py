@@ -20,7 +20,7 @@ from aqg.cli.studies import sweep as sweep_command
 from aqg.core.recipes import RECIPES
 from aqg.studies.sweep import create_sweep, open_sweep
 
-from tests.commands import contents, interrupt, run_alone, started, wait_for
+from tests.commands import contents, interrupt, plugin, run_alone, started, wait_for
 
 QUICK = ("--rounds", "25")
 
@@ -241,27 +241,12 @@ def test_interrupted_then_killed_then_resumed_ends_the_same(whole):
         assert name.endswith("checkpoint.npz") or found[name] == content
 
 
-SLEEPER = """
-import os, time
-from dataclasses import dataclass, replace
-from pathlib import Path
-from aqg.core.policies import Always
-from aqg.core.recipes import make_recipe, register
-
-class Sleepy(Always):
-    def decide(self, case):
-        Path("pid").write_text(str(os.getpid()) + " ")
-        time.sleep(300)
-
-@register("sleepy", "never ends a round")
-def _sleepy(bits):
-    return replace(make_recipe("gd"), policy=Sleepy(32))
-"""
+NOTES = 'Path("pid").write_text(str(os.getpid()) + " "); '
 
 
 @pytest.mark.soak
 def test_a_second_interrupt_stops_at_once(tmp_path):
-    (tmp_path / "plugin.py").write_text(SLEEPER)
+    (tmp_path / "plugin.py").write_text(plugin("sleepy", NOTES + "time.sleep(300)"))
     (tmp_path / "grid.toml").write_text('plugins = ["plugin.py"]\n[grid]\nrecipe = ["sleepy"]\n')
     command = ("sweep", "grid.toml", "--out", "out", "--allow-code")
     with started(*command, cwd=tmp_path) as process:
@@ -279,7 +264,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
 
 
 def test_a_failed_run_is_named_and_the_exit_code_is_1(tmp_path, capsys):
-    (tmp_path / "plugin.py").write_text(SLEEPER.replace("time.sleep(300)", "raise KeyError(3)"))
+    (tmp_path / "plugin.py").write_text(plugin("sleepy", "raise KeyError(3)"))
     grid = f'rounds = 3\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\nrecipe = ["sleepy", "gd"]\n'
     (tmp_path / "grid.toml").write_text(grid)
     with contextlib.chdir(tmp_path):

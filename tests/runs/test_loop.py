@@ -38,7 +38,7 @@ from aqg.runs.stopping import Judge, Target, Trace
 from aqg.sim.record import RoundRecord
 from aqg.weights import BEST, FINAL
 
-from tests.commands import contents, stop_after
+from tests.commands import contents, run_alone, stop_after
 from tests.problems import crossed, tiny_problem
 
 LOCAL = resolve(
@@ -110,11 +110,16 @@ def test_half_of_the_way_by_half_of_the_rounds():
     assert 0 < accuracy.progress(0.1, 0.7) < accuracy.progress(0.1, 0.89) < 1
 
 
-def outcome_of(config, directory, contact=None, ceiling=math.inf, minimum=None):
+def summary_of(config, directory, contact=None, ceiling=math.inf, minimum=None):
+    """Run, or go on, without keeping models; return what the directory says in the end."""
     if not directory.exists():
         loop.create_run(directory, config)
     loop.run(config, build_problem(config), minimum, directory, contact, ceiling, False)
-    return read_summary(directory)["outcome"]
+    return read_summary(directory)
+
+
+def outcome_of(*arguments, **options):
+    return summary_of(*arguments, **options)["outcome"]
 
 
 def test_costs_are_those_of_the_plain_simulation(tmp_path):
@@ -223,9 +228,7 @@ def test_a_run_ends_by_its_validation_set_and_leaves_a_curve(tmp_path):
     config = make_config(target=0.8, hold=3)
     problem = build_problem(config)
     check_target(config, problem, None)
-    loop.create_run(tmp_path / "run", config)
-    loop.run(config, problem, None, tmp_path / "run", keeps_models=False)
-    summary = read_summary(tmp_path / "run")
+    summary = summary_of(config, tmp_path / "run")
     values, sizes = summary["curve"]["values"], summary["curve"]["bytes"]
     outcome = summary["outcome"]
     assert outcome["ending"] == "reached"
@@ -235,12 +238,6 @@ def test_a_run_ends_by_its_validation_set_and_leaves_a_curve(tmp_path):
     assert len(values) == reached + 3 == summary["rounds"] + 1
     assert sizes[reached] == outcome["upload_bytes"] + outcome["download_bytes"]
     assert summary["curve"]["tests"][-1] == [summary["rounds"], summary["test_accuracy"]]
-
-
-def curve_of(config, folder):
-    loop.create_run(folder, config)
-    loop.run(config, build_problem(config), None, folder, keeps_models=False)
-    return read_summary(folder)
 
 
 def frames_of(config):
@@ -265,7 +262,7 @@ def test_heads_are_as_long_as_those_of_real_messages():
 def test_whole_models_have_no_first_one_besides(tmp_path):
     for downlink, first in (("full", 0), ("exact", 1)):
         config = make_config(rounds=3, downlink=downlink, start="exact")
-        found, problem = curve_of(config, tmp_path / downlink), build_problem(config)
+        found, problem = summary_of(config, tmp_path / downlink), build_problem(config)
         frames = sum(frames_of(config))
         model = first * 5 * problem.start_bytes
         assert 4 * problem.num_clients < problem.start_bytes
@@ -276,7 +273,7 @@ def test_whole_models_have_no_first_one_besides(tmp_path):
 
 def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
     config = make_config(rounds=6, participation=0.4, absences=((0, 1, 4),), start="exact")
-    found = curve_of(config, tmp_path / "run")
+    found = summary_of(config, tmp_path / "run")
     begun, expected, orders = set(), [], 0
     for k in range(1, 7):
         away = config.training().unsampled(k, 5, 0) | config.dropout_schedule().dropped(k, 5)
@@ -356,13 +353,8 @@ def crash_after(number):
     return Contact(is_stop_asked=count_rounds)
 
 
-def run_whole(config, problem, directory):
-    loop.create_run(directory, config)
-    return loop.run(config, problem, find_minimum(config, problem), directory)
-
-
 def test_a_run_directory_is_complete(config, problem, tmp_path):
-    result = run_whole(config, problem, tmp_path / "run")
+    result = run_alone(config, tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == sorted([CONFIG, ROUNDS, CHECKPOINT, SUMMARY, BEST, FINAL])
     lines = [json.loads(line) for line in (tmp_path / "run" / ROUNDS).read_text().splitlines()]
@@ -383,7 +375,7 @@ def test_a_run_directory_is_complete(config, problem, tmp_path):
 @pytest.mark.parametrize(("crash", "engine"), crossed([1, 13, 30], ["fast", "reference"]))
 def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engine, monkeypatch):
     config = resolve({**SETTINGS, "engine": engine})[0]
-    whole = run_whole(config, problem, tmp_path / "whole")
+    whole = run_alone(config, tmp_path / "whole")
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     monkeypatch.setattr(loop, "_LARGEST_SHARE_OF_CHECKPOINTS", 1e9)
     directory = tmp_path / "broken"
@@ -406,7 +398,7 @@ def test_goes_on_after_a_crash_and_ends_the_same(problem, tmp_path, crash, engin
 
 
 def test_resume_refuses_another_config(config, problem, tmp_path):
-    run_whole(config, problem, tmp_path / "run")
+    run_alone(config, tmp_path / "run")
     assert loop.read_configs(tmp_path / "run", {}) == (config,)
     assert loop.read_configs(tmp_path / "run", {"rounds": 30}) == (config,)
     with pytest.raises(ConfigError, match=r"with rounds 31: the run has rounds 30"):
@@ -419,7 +411,7 @@ def test_resume_refuses_another_config(config, problem, tmp_path):
 
 def test_a_diverging_run_ends_early_and_says_so(tmp_path):
     config = resolve({"recipe": "gd", "rounds": 400, "alpha": 1e6, "l2": 1.0})[0]
-    result = run_whole(config, build_problem(config), tmp_path / "run")
+    result = run_alone(config, tmp_path / "run")
     assert result["diverged"]
     assert result["rounds"] < 400
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())

@@ -28,7 +28,7 @@ from aqg.studies.sweep import (
 )
 from aqg.weights import BEST, FINAL
 
-from tests.commands import contents, run_alone, shown_on
+from tests.commands import contents, plugin, run_alone, shown_on
 
 TEXT = """
 rounds = 12
@@ -199,36 +199,11 @@ def test_a_run_that_cannot_start_stops_all_before_the_first(workers, settings, k
         prepare(workers, [run.config for run in sweep.runs], None)
 
 
-PLUGIN = """
-import os, signal
-from dataclasses import dataclass, replace
-from pathlib import Path
-from aqg.core.policies import Always
-from aqg.core.recipes import make_recipe, register
-
-@dataclass(frozen=True)
-class Doomed(Always):
-    harm: str = ""
-
-    def decide(self, case):
-        if Path(__file__).with_name("doom").exists():
-            if self.harm == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("no\\nway")
-        return super().decide(case)
-
-@register("dies", "takes its process along")
-def _dies(bits):
-    return replace(make_recipe("gd"), policy=Doomed(32, "dies"))
-
-@register("raises", "raises")
-def _raises(bits):
-    return replace(make_recipe("gd"), policy=Doomed(32, "raises"))
-"""
-
-
 def test_failures_cost_only_themselves(workers, tmp_path):
-    (tmp_path / "plugin.py").write_text(PLUGIN)
+    doomed = 'if Path(__file__).with_name("doom").exists(): '
+    text = plugin("dies", doomed + "os.kill(os.getpid(), signal.SIGKILL)")
+    text += plugin("raises", doomed + 'raise ZeroDivisionError("no\\nway")')
+    (tmp_path / "plugin.py").write_text(text)
     (tmp_path / "doom").touch()
     directory = tmp_path / "sweep"
     grid = f'rounds = 4\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\n'
