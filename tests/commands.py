@@ -21,9 +21,7 @@ from aqg.runs.setup import build_problem, find_minimum
 def run(*command, fails=False, cwd=None, without="", **environment):
     """Run a command to its end; return its output, or its errors where it is to fail."""
     kept = {name: value for name, value in os.environ.items() if name != without}
-    done = subprocess.run(
-        command, cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, env=kept | environment, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stderr if fails else done.stdout
 

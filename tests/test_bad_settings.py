@@ -138,10 +138,7 @@ SPECS = {
         "shards:1.5": "of partition 'shards' is '1.5'; it must be a whole number",
         **{f"dirichlet:{x}": "must be above 0 and at most 1e+09" for x in ("0", "nan", "1e10")},
     },
-    parse_recipes: {
-        "lean,zip": "unknown recipe 'zip'",
-        "lean,gd,lean": "'lean' is named twice in lean,gd,lean",
-    },
+    parse_recipes: {"lean,zip": "unknown recipe 'zip'", "lean,gd,lean": "'lean' is named twice"},
     parse_tasks: {"mnist": "unknown task 'mnist'; choose from all, averaging, dig"},
     parse_sections: {"figures": "unknown part 'figures'"},
     parse_assignment: dict.fromkeys(("alpha", "=3", ""), "is not of the form key=value"),
@@ -353,10 +350,7 @@ GIVEN = {
         ({"scaling": "sum", "weighting": "samples"}, "with scaling sum"),
         ({"buffer_size": 3}, "buffer_size is 3 without speeds"),
         ({"link_mbit": 2.0}, "link_mbit is 2.0 without speeds"),
-        (
-            {"speeds": "equal", "buffer_size": 11, "local_steps": 2},
-            "buffer_size is 11; it must be in 1..10",
-        ),
+        ({"speeds": "equal", "buffer_size": 11, "local_steps": 2}, "buffer_size is 11; it must"),
         ({"speeds": "equal", "buffer_size": 3}, "mirror of every client"),
         ({"speeds": "equal", "buffer_size": 3, "recipe": "laq"}, "mirror of every client"),
         ({"speeds": "walk"}, "unknown speeds 'walk'; choose from equal, lognormal, strag"),

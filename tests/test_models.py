@@ -107,10 +107,7 @@ def test_state_dicts_are_read_without_running_code(tmp_path, saved):
     ("module", "message"),
     [
         (nn.Sequential(nn.Linear(4, 3)), "has a tensor '1.bias', which the model does not have"),
-        (
-            nn.Sequential(*normalized(), nn.Linear(2, 2)),
-            "has no tensor '3.weight', which the model",
-        ),
+        (nn.Sequential(*normalized(), nn.Linear(2, 2)), "has no tensor '3.weight', which the"),
         (
             nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)),
             r"tensor '0.weight' of .* has shape \(3, 4\); the model needs \(5, 4\)",

@@ -79,11 +79,8 @@ def test_every_recipe_that_is_offered_works(recipe):
 
 def test_nodes_are_told_how_much_noise_a_reply_may_carry():
     """It follows from how much the replies of the round before agreed."""
-    channel, nodes, told = (
-        Channel("run", FIRST, make_settings("auto")),
-        {0: Notes(), 1: Notes()},
-        [],
-    )
+    channel, nodes = Channel("run", FIRST, make_settings("auto")), {0: Notes(), 1: Notes()}
+    told = []
     model = FIRST
     for _ in range(3):
         model = play(channel, nodes, 1, model)

@@ -97,11 +97,8 @@ def published(recipe, step, start, rounds, num_clients=1):
 
 
 def publish(recipe_name, downlink, rounds):
-    recipe, step, start = (
-        make_recipe(recipe_name),
-        Step(0.1, downlink=downlink),
-        np.ones(NUM_PARAMS),
-    )
+    recipe, start = make_recipe(recipe_name), np.ones(NUM_PARAMS)
+    step = Step(0.1, downlink=downlink)
     states, entries = zip(*published(recipe, step, start, rounds, 3), strict=True)
     before = [init_server(recipe, start, 3, step), *states]
     return written([state.public for state in before], entries), states[-1]

@@ -125,14 +125,8 @@ def test_numbers_are_no_classes(tmp_path):
         ({"x_train": X[:, :0]}, r"features of shape \(6, 0\)"),
         ({"x_test": X}, "has x_test and no y_test"),
         ({"y_test": Y}, "has y_test and no x_test"),
-        (
-            {"x_test": X[:, :3], "y_test": Y},
-            r"features of shape \(6, 4\), and of shape \(6, 3\) in its test set",
-        ),
-        (
-            {"x_test": X, "y_test": Y[:, None]},
-            r"labels of shape \(6,\), and of shape \(6, 1\) in its test set",
-        ),
+        ({"x_test": X[:, :3], "y_test": Y}, r"\(6, 4\), and of shape \(6, 3\) in its test set"),
+        ({"x_test": X, "y_test": Y[:, None]}, r"\(6,\), and of shape \(6, 1\) in its test set"),
         ({"x_train": np.where(X == 9, np.nan, X)}, r"'x_train' .* first at \[2, 1\]"),
         ({"y_train": np.array(list("abcdef"))}, "'y_train' .* is <U1; it must be numbers"),
         ({"x_train": X.astype(object)}, "'x_train' .* holds Python objects"),
@@ -391,9 +385,8 @@ def test_iid_parts_are_mixed_and_shuffled_slices_of_one_source_each():
 
     dataset = make_dataset(np.zeros(22, np.int64), 1, num_sources=2)
     parts = parse_partition("source:shuffled").split(dataset, 4, seed=3)
-    assert [(len(p), set(dataset.sources[p].tolist())) for p in parts] == [(5, {0})] * 2 + [
-        (5, {1})
-    ] * 2
+    found = [(len(part), set(dataset.sources[part].tolist())) for part in parts]
+    assert found == [(5, {0})] * 2 + [(5, {1})] * 2
     assert any(np.any(np.diff(part) != 1) for part in parts)
 
 

@@ -169,11 +169,8 @@ def test_every_kind_of_strategy_in_flowers_simulation():
     script, paths = ROOT / "tests/flower/simulation.py", (str(ROOT / "src"), str(ROOT))
     alone = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # no cluster that runs here
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **alone}
-    out = commands.run(
-        *(sys.executable, str(script), "2", *names),
-        PYTHONPATH=os.pathsep.join(paths),
-        **quiet,
-    )
+    command = sys.executable, str(script), "2", *names
+    out = commands.run(*command, PYTHONPATH=os.pathsep.join(paths), **quiet)
     results = json.loads(out.splitlines()[-1])
     for name in names:
         result = results[name]

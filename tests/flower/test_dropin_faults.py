@@ -90,10 +90,7 @@ BAD = [
     (with_array("bn.running_mean", np.inf), "'bn.running_mean' holds"),
     (with_array("layer.frozen", np.nan), "'layer.frozen' holds NaN"),
     (with_array("layer.weight", np.nan), "'layer.weight' holds NaN"),
-    (
-        lambda content: content.update(more=ArrayRecord({"x": INFINITE})),
-        "'x' of its record 'more' holds NaN",
-    ),
+    (lambda content: content.update(more=ArrayRecord({"x": INFINITE})), "'x' of its record"),
     (with_metric("loss", np.nan), "'loss' of its record 'metrics' is nan"),
     (with_metric("num-examples", np.nan), "'num-examples' of its record"),
     (with_metric("num-examples", 10**15), "1000000000000000"),
@@ -104,10 +101,7 @@ BAD = [
     (with_metric("more", 1.0), "differs from most others in metric 'more'"),
     (with_metric("loss", [0.5, 0.5]), "differs from most others in metric 'loss'"),
     (with_one_row, "differs from most others in array 'layer.weight' (10,)"),
-    (
-        lambda content: content.update(more=MetricRecord({"num-examples": 3})),
-        "2 MetricRecords; it must have one",
-    ),
+    (lambda content: content.update(more=MetricRecord({"num-examples": 3})), "2 MetricRecords"),
     (with_metric("num-examples", 10**9), "others together have 80"),
 ]
 
@@ -172,9 +166,8 @@ def test_a_strategy_that_makes_nan(caplog):
     received = []
 
     def look(message, context, call_next):
-        received.extend(
-            np.isfinite(array.numpy()).all() for array in message.content["arrays"].values()
-        )
+        arrays = message.content["arrays"].values()
+        received.extend(np.isfinite(array.numpy()).all() for array in arrays)
         return call_next(message, context)
 
     strategy = Compressed(Overflowing(**unevaluated()), recipe="lean")
@@ -416,13 +409,9 @@ def test_loops_over_push_and_pull_run_through_the_wrapped_grid(recipe):
 
 def test_rounds_that_wait_for_all_are_as_before():
     plain = run(FedAvg(**unevaluated()), SlowGrid(make_app([]), (1,) * 4), 6)
-    buffered = run(
-        Buffered(FedAvg(**unevaluated()), size=4), SlowGrid(make_app([]), (1, 2, 3, 4)), 6
-    )
+    late = run(Buffered(FedAvg(**unevaluated()), size=4), SlowGrid(make_app([]), (1, 2, 3, 4)), 6)
     for name, array in plain.arrays.items():
-        assert array.numpy() == pytest.approx(buffered.arrays[name].numpy(), rel=1e-5, abs=1e-6), (
-            name
-        )
+        assert array.numpy() == pytest.approx(late.arrays[name].numpy(), rel=1e-5, abs=1e-6), name
 
 
 def test_a_late_update_is_that_of_the_model_its_node_had(caplog):
@@ -443,11 +432,8 @@ def test_a_late_update_is_that_of_the_model_its_node_had(caplog):
     grid = SlowGrid(make_app([]), (1, 1, 1, 3))
     inner = Seeing(**unevaluated())
     run(Buffered(inner, size=3), grid, 3)
-    assert [sorted(replies) for replies in shown] == [
-        [100, 101, 102],
-        [100, 101, 102],
-        [100, 101, 102, 103],
-    ]
+    others = [100, 101, 102]
+    assert [sorted(replies) for replies in shown] == [others, others, [*others, 103]]
     assert [node for node, _ in grid.sent].count(103) == 1
     name = "layer.weight"
     first, third = (inner.models[k][name].numpy() for k in (0, 2))
@@ -488,10 +474,8 @@ def test_it_works_compressed(strategy, recipe):
 
 def test_replies_are_compared_in_every_round():
     """FedAvg ends with an error where one has other metrics; many examples would be the model."""
-    odd = (
-        changed_in({2}, with_metric("loss", None)),
-        changed_in({4}, with_metric("num-examples", 10**9)),
-    )
+    odd = [changed_in({2}, with_metric("loss", None))]
+    odd += [changed_in({4}, with_metric("num-examples", 10**9))]
     strategy = Compressed(Buffered(FedAvg(**unevaluated()), size=4))
     result = run(strategy, SlowGrid(make_app([aqg_mod, *odd]), (1,) * 4), 6)
     assert strategy.counts.refused == {101: 2}

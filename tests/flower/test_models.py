@@ -277,11 +277,7 @@ def as_vector(module):
 
 
 REFUSED = {
-    "a base that differs": (
-        Adapted(),
-        own_training(lambda: Adapted(seed=5)),
-        "', differ from the server's",
-    ),
+    "another base": (Adapted(), own_training(lambda: Adapted(seed=5)), "differ from the server's"),
     "another architecture": (
         bottleneck(4, 4),
         own_training(lambda: bottleneck(2, 8)),
@@ -297,11 +293,7 @@ REFUSED = {
         own_training(Adaptive),
         "training changes buffers of the module",
     ),
-    "other statistics": (
-        normalized(),
-        own_training(normalized, statistics="local"),
-        "statistics are 'local' here",
-    ),
+    "statistics": (normalized(), own_training(normalized, statistics="local"), "are 'local' here"),
 }
 
 

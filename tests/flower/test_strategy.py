@@ -276,14 +276,8 @@ REFUSED = [
     (lambda _: Compressed("FedAvg"), "strategy is a str; it must be a Strategy"),
     (lambda _: Compressed(legacy.FedAvg()), r"use flwr\.serverapp\.strategy\.FedAvg$"),
     (lambda _: Compressed(Mine()), r"use flwr\.serverapp\.strategy\.FedTrimmedAvg$"),
-    (
-        lambda _: Compressed(FedAvg(), recipe="corse"),
-        "defaults are auto, .* and lean, .* also .*stc",
-    ),
-    (
-        lambda _: Compressed(FedAvg(), recipe="auto:keep=0.1"),
-        "no option 'keep'; it has: share, noi",
-    ),
+    (lambda _: Compressed(FedAvg(), recipe="corse"), "defaults are auto, .* lean, .* also .*stc"),
+    (lambda _: Compressed(FedAvg(), recipe="auto:keep=0.1"), "no option 'keep'; it has: share"),
     (lambda _: Compressed(FedAvg(), recipe="auto:noise=nan"), "noise is nan; it must be above 0"),
     *(
         (
@@ -292,23 +286,14 @@ REFUSED = [
         )
         for name in ("none", "exact", "full")
     ),
-    (
-        lambda _: clipped(Compressed(FedAvg(**everyone()))).start(make_grid(), first_arrays()),
-        "outermost",
-    ),
-    (
-        lambda _: Compressed(make_strategy()).start(make_grid(), first_arrays()),
-        "AQG compresses by its",
-    ),
+    (lambda _: clipped(Compressed(FedAvg())).start(make_grid(), first_arrays()), "outermost"),
+    (lambda _: Compressed(make_strategy()).start(make_grid(), first_arrays()), "AQG compresses"),
     (
         lambda _: Strategy.start(make_strategy(), make_grid(), first_arrays(), num_rounds=2),
         "it makes the model itself: call its start",
     ),
     *(
-        (
-            lambda _, inner=inner: Buffered(inner, size=2),
-            r"around (AQG|Compressed), .* Compressed\(Buf",
-        )
+        (lambda _, inner=inner: Buffered(inner, size=2), r"(AQG|Compressed), .* Compressed\(Buf")
         for inner in (Compressed(FedAvg()), AQG(NUM_CLIENTS))
     ),
     (lambda _: Buffered(FedAvg(), size=0), "size is 0; it must be a whole number above 0"),
@@ -321,22 +306,13 @@ REFUSED = [
     (lambda _: begin({"num_rounds": 0}), "rounds is 0; it must be at least 1"),
     (lambda _: begin(include="lora"), "include pattern 'lora' matches none of the 2 tensors"),
     (lambda _: begin({"initial_arrays": [1.0]}), "the model to start from is a list"),
-    (
-        lambda _: begin({"initial_arrays": FedAvg()}),
-        "a strategy, FedAvg: to keep that, write Compr",
-    ),
+    (lambda _: begin({"initial_arrays": FedAvg()}), "a strategy, FedAvg: to keep that"),
     (lambda _: begin({"evaluate_fn": lambda *_: None}, evaluate=lambda _: 1.0), "give one of them"),
     (lambda path: serve(path, rounds=0), "num-server-rounds is 0; it must be at least 1"),
-    (
-        lambda path: serve(path, rounds="many"),
-        "num-server-rounds is 'many'; it must be a whole num",
-    ),
+    (lambda path: serve(path, rounds="many"), "num-server-rounds is 'many'; it must be a whole"),
     (lambda path: serve(path, rounds=True), "num-server-rounds is True; it must be a whole number"),
     (lambda path: serve(path, min_clients=4), "min-clients is 4; it must be at most 3"),
-    (
-        lambda path: serve(path, min_clients=2, participation=0.34),
-        "only 1 of 3 clients are sampled",
-    ),
+    (lambda path: serve(path, min_clients=2, participation=0.34), "only 1 of 3 clients are"),
     (lambda path: serve(path, recipe="magic"), "unknown recipe 'magic'"),
     (lambda path: serve(path, optimizer="magic"), "unknown optimizer 'magic'"),
     (lambda path: serve(path, weighting="age"), "unknown weighting 'age'"),

@@ -55,11 +55,8 @@ def textbook_losses(model, params, features, labels, l2, scaling, layout):
         tensors.append(params[start:stop].reshape(shape))
         start = stop
     losses = []
-    for x, y in zip(
-        features.reshape(-1, *features.shape[-2:]),
-        labels.reshape(-1, labels.shape[-1]),
-        strict=True,
-    ):
+    stacks = features.reshape(-1, *features.shape[-2:]), labels.reshape(-1, labels.shape[-1])
+    for x, y in zip(*stacks, strict=True):
         if model == "logistic":
             loss = torch.nn.functional.softplus(-(2 * y - 1) * (x @ tensors[0])).sum()
         else:

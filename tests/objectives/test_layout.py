@@ -109,9 +109,8 @@ def changed(start, **values):
 
 
 def upload(server, **values):
-    return describe_change(
-        server.layout, server.received[0], changed(server.received[0], **values), server.travels
-    )
+    start = server.received[0]
+    return describe_change(server.layout, start, changed(start, **values), server.travels)
 
 
 def trained(server, values, share=1.0):
@@ -128,10 +127,7 @@ def trained(server, values, share=1.0):
 
 def test_the_average_has_the_weights_of_the_clients():
     server = shared()
-    frames = [
-        (3.0, upload(server, mean=1.0, batches=4)),
-        (1.0, upload(server, mean=4.0, batches=9)),
-    ]
+    frames = [(3, upload(server, mean=1.0, batches=4)), (1, upload(server, mean=4.0, batches=9))]
     after = server.step([(weight, server.read(frame)) for weight, frame in frames])
     np.testing.assert_array_equal(after.buffers.values[7:10], 1.75)
     assert after.buffers.counts.tolist() == [9]

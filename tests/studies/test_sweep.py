@@ -387,7 +387,5 @@ def test_a_changed_file_is_another_file_and_those_of_a_folder_import_each_other(
     assert load_file(file).later == 1
 
     (tmp_path / "helper_of_own.py").write_text("VALUE = 5\n")
-    (tmp_path / "main.py").write_text(
-        "from helper_of_own import VALUE\ndef f():\n    return VALUE\n"
-    )
+    (tmp_path / "main.py").write_text("from helper_of_own import VALUE\nf = lambda: VALUE\n")
     assert Code.parse(f"{tmp_path}/main.py:f").call() == 5

@@ -531,10 +531,8 @@ SMALL = QUICK | {"readings": [["sum", 0.002]], "logistic_rounds": 25, "logistic_
 @pytest.mark.soak
 def test_small_runs_go_all_the_way(tmp_path, data_dir):
     plan = make_plan(SMALL, sections=("logistic",))
-    console, options = (
-        Console(file=io.StringIO(), width=200),
-        StudyOptions(jobs=2, data_dir=data_dir),
-    )
+    console = Console(file=io.StringIO(), width=200)
+    options = StudyOptions(jobs=2, data_dir=data_dir)
     assert run_plan(console, options, plan, tmp_path) == 0
     results = keep_results(plan, SMALL, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
