@@ -315,11 +315,9 @@ def options(command):
 
 @each_page
 def test_options_scripts_and_modules_in_text_exist(page):
-    scripts = "".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("benchmarks", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-    )
+    folders = (ROOT / "benchmarks", ROOT / "examples")
+    files = (path for folder in folders for path in folder.rglob("*.py"))
+    scripts = "".join(path.read_text(encoding="utf-8") for path in files)
     known = options(typer.main.get_command(app))
     for code in re.findall(r"`([^`\n]+)`", PROSE[page]):
         if code.startswith(("flower-", "flwr ", "ray ", "pip ", "ssh-")):

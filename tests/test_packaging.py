@@ -105,13 +105,8 @@ class Environment:
         """Install packages, of the tested versions; without constraints, whatever pip chooses."""
         command = (sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install")
         tested = {"PIP_CONSTRAINT": str(ROOT / constraints) if constraints else ""}
-        return subprocess.run(
-            [*command, "--quiet", "--no-compile", *arguments],
-            env=os.environ | tested,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words = [*command, "--quiet", "--no-compile", *arguments]
+        return subprocess.run(words, env=os.environ | tested, capture_output=True, text=True)
 
     def link(self, extra):
         """Link from this environment what the wheel asks for with an extra, and nothing else.

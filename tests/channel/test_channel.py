@@ -20,12 +20,8 @@ from tests.problems import SOME_RECIPES
 
 RNG = np.random.default_rng(0)
 TARGET = RNG.standard_normal((40, 50)).astype(np.float32)
-FIRST = {
-    "w": np.zeros((40, 50), np.float32),
-    "frozen": np.arange(6, dtype=np.float32),
-    "bn.running_mean": np.zeros(3, np.float32),
-    "count": np.zeros((), np.int64),
-}
+FIRST = {"w": np.zeros((40, 50), np.float32), "frozen": np.arange(6, dtype=np.float32)}
+FIRST |= {"bn.running_mean": np.zeros(3, np.float32), "count": np.zeros((), np.int64)}
 
 
 class Notes(Memory):

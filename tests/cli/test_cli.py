@@ -26,14 +26,12 @@ QUICK = ("--rounds", "25")
 
 
 def aqg(*arguments, cwd, check=True):
-    return subprocess.run(
+    command, environment = (
         [sys.executable, "-m", "aqg", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        check=check,
+        os.environ | {"COLUMNS": "100"},
     )
+    options = {"capture_output": True, "text": True, "check": check}
+    return subprocess.run(command, cwd=cwd, env=environment, **options)
 
 
 @pytest.fixture
@@ -92,10 +90,8 @@ def test_json_is_one_object_on_stdout(tmp_path, here):
     unreached = here("run", *QUICK, "--recipe", "lean", "--target", "1e-9", "--json")
     assert set(json.loads(unreached.out)["runs"][0]["target"].values()) == {1e-9, None}
     options = ("--model", "mlp:4", "--partition", "dirichlet:0.5", "--bits", 3, "--l2", 0.05)
-    plain = [
-        here("run", *QUICK, "--recipe", "aqg-2", *options, "--engine", engine, "--json").out
-        for engine in ("fast", "reference")
-    ]
+    words = ("run", *QUICK, "--recipe", "aqg-2", *options, "--json", "--engine")
+    plain = [here(*words, engine).out for engine in ("fast", "reference")]
     assert plain[0] == plain[1]
     (run,) = json.loads(plain[0])["runs"]
     assert run["residual"] is None
@@ -292,12 +288,8 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
             "target": {"upload_bytes": reached, "total_bytes": reached and 3 * reached},
         }
 
-    rows = [
-        row(1, **result(0.25, 100, 50)),
-        row(1, **result(0.75, 300, None)),
-        row(2, **result(None, 100, None)),
-        row(3, error="no"),
-    ]
+    rows = [row(1, **result(0.25, 100, 50)), row(1, **result(0.75, 300, None))]
+    rows += [row(2, **result(None, 100, None)), row(3, error="no")]
     table = sweep_table(("recipe", "seed"), rows).to_terminal()
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns == {

@@ -59,12 +59,9 @@ def test_the_contraction_is_the_best_over_rho2(weight_sum, part, condition):
     alpha = part * theory.largest_step_size(weight_sum, smoothness)
     found = theory.contraction(alpha, weights, smoothness, strong)
     load = smoothness * alpha + 2 * weight_sum
-    by_search = np.max(
-        np.minimum(
-            strong * alpha * (1 - 2 * load * (1 + RHOS2)),
-            theory.slowest_share(weights) * (0.5 - load / 2 * (1 + 1 / RHOS2)),
-        )
-    )
+    ours = strong * alpha * (1 - 2 * load * (1 + RHOS2))
+    theirs = theory.slowest_share(weights) * (0.5 - load / 2 * (1 + 1 / RHOS2))
+    by_search = np.max(np.minimum(ours, theirs))
     assert 0 < found < 1
     assert found >= by_search - 1e-12
     assert found <= strong * alpha

@@ -336,13 +336,8 @@ COVERING = ["iid", "label", "dirichlet:0.001", "dirichlet:0.3", "dirichlet:1e9",
 
 
 def make_dataset(labels, num_classes, num_sources=3):
-    return Dataset(
-        name="made",
-        features=np.zeros((len(labels), 1)),
-        labels=labels,
-        num_classes=num_classes,
-        sources=np.arange(len(labels)) * num_sources // len(labels),
-    )
+    sources = np.arange(len(labels)) * num_sources // len(labels)
+    return Dataset("made", np.zeros((len(labels), 1)), labels, num_classes, sources=sources)
 
 
 def shuffled_dataset(num_samples, num_classes, seed=0):
@@ -420,13 +415,9 @@ def test_dirichlet_shares_have_the_right_spread(concentration):
     # A share of Dirichlet(a, ..., a) over M clients has variance (M-1) / (M²(Ma + 1)).
     dataset = make_dataset(np.repeat(np.arange(2), 10_000), 2)
     partition = parse_partition(f"dirichlet:{concentration}")
-    shares = np.array(
-        [
-            np.bincount(dataset.labels[part], minlength=2) / 10_000
-            for seed in range(300)
-            for part in partition.split(dataset, 4, seed)
-        ]
-    )
+    parts = (part for seed in range(300) for part in partition.split(dataset, 4, seed))
+    counts = [np.bincount(dataset.labels[part], minlength=2) for part in parts]
+    shares = np.array(counts) / 10_000
     assert shares.mean() == pytest.approx(1 / 4)
     assert shares.var() == pytest.approx(3 / (16 * (4 * concentration + 1)), rel=0.1)
 

@@ -118,10 +118,8 @@ def test_images_are_dealt_by_labels_where_flowers_partitioners_are(monkeypatch):
     }
     for name in [name for name in sys.modules if name.split(".")[0] == "digits"]:
         monkeypatch.delitem(sys.modules, name)
-    even, skewed = (
-        [labels.bincount(minlength=10) / len(labels) for _, labels in shares[alpha]]
-        for alpha in shares
-    )
+    kept = [[labels for _, labels in shares[alpha]] for alpha in shares]
+    even, skewed = ([one.bincount(minlength=10) / len(one) for one in found] for found in kept)
     assert max(share.max() for share in even) < 0.15
     assert max(share.max() for share in skewed) > 0.25
     assert min(share.min() for share in skewed) < 0.01

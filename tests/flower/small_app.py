@@ -97,11 +97,8 @@ def make_app(mods, noise=0.0, seen=None):
 
 
 def everyone(**options):
-    return {
-        "min_train_nodes": NUM_CLIENTS,
-        "min_available_nodes": NUM_CLIENTS,
-        "min_evaluate_nodes": NUM_CLIENTS,
-    } | options
+    names = "min_train_nodes", "min_available_nodes", "min_evaluate_nodes"
+    return dict.fromkeys(names, NUM_CLIENTS) | options
 
 
 def unevaluated(**options):
@@ -126,10 +123,8 @@ class Own(Strategy):
     def aggregate_train(self, server_round, replies):
         contents = [reply.content for reply in replies if not reply.has_error()]
         names = list(contents[0]["arrays"])
-        middle = {
-            n: np.sort(np.stack([c["arrays"][n].numpy() for c in contents]), 0)[1:-1].mean(0)
-            for n in names
-        }
+        tensors = {n: np.stack([c["arrays"][n].numpy() for c in contents]) for n in names}
+        middle = {n: np.sort(tensor, 0)[1:-1].mean(0) for n, tensor in tensors.items()}
         arrays = ArrayRecord({n: Array(np.asarray(v)) for n, v in middle.items()})
         return arrays, MetricRecord({"replies": len(contents)})
 

@@ -145,11 +145,9 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     honest, lied = (Federation(tmp_path / name, rounds=4) for name in ("honest", "lied"))
     for federation in (honest, lied):
         federation.config["num-clients"] = num_clients
-        federation.grid.node_configs = {
-            node: config
-            for node, config in federation.grid.node_configs.items()
-            if config["partition-id"] < num_clients
-        }
+        nodes = federation.grid.node_configs.items()
+        few = {node: own for node, own in nodes if own["partition-id"] < num_clients}
+        federation.grid.node_configs = few
     lied.grid.answer = answer
     same = np.array_equal(lied.run(), honest.run())
     assert same == (abs(lie) <= 1e300)  # what is no number is refused, and the update with it
@@ -272,12 +270,8 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
     federation.grid.answer = claim(10**15)
     federation.run()
     (incident,) = federation.rows()[0]["incidents"]
-    assert incident == {
-        "client": 1,
-        "node": 18,
-        "kind": "capped",
-        "text": "reports 1000000000000000 samples; it counts for 0.6 of all",
-    }
+    text = "reports 1000000000000000 samples; it counts for 0.6 of all"
+    assert incident == {"client": 1, "node": 18, "kind": "capped", "text": text}
     weights = federation.checkpoint["weights"]
     assert weights[1] / weights.sum() == pytest.approx(0.6)
     assert weights.mean() == pytest.approx(1)

@@ -133,10 +133,8 @@ def test_evaluation_is_checked_as_well():
 
 
 def test_lists_may_differ_in_length_where_they_are_not_averaged():
-    replies = {
-        str(n): RecordDict({"metrics": MetricRecord({"num-examples": 1, "losses": [0.5] * n})})
-        for n in (1, 2, 3)
-    }
+    lists = {str(n): {"num-examples": 1, "losses": [0.5] * n} for n in (1, 2, 3)}
+    replies = {n: RecordDict({"metrics": MetricRecord(own)}) for n, own in lists.items()}
     own = FedAvg(train_metrics_aggr_fn=lambda records, key: MetricRecord({"n": len(records)}))
     assert not checks_of(own).compare(replies)
     assert len(checks_of(FedAvg()).compare(replies)) == 2

@@ -129,13 +129,9 @@ def test_what_handlers_and_functions_are_told():
         return MetricRecord({"distance": evaluated[-1][1]})
 
     grid = make_grid(make_app([aqg_mod], seen=seen))
-    result = make_strategy(client_eval_every=2).start(
-        grid,
-        first_arrays(),
-        num_rounds=5,
-        train_config=ConfigRecord({"lr": 0.5}),
-        evaluate_fn=evaluate,
-    )
+    options = {"train_config": ConfigRecord({"lr": 0.5}), "evaluate_fn": evaluate}
+    strategy = make_strategy(client_eval_every=2)
+    result = strategy.start(grid, first_arrays(), num_rounds=5, **options)
     assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4, 5]
     assert {config["server-round"] for _, config, _ in seen} == {1, 2, 3, 4, 5}
     assert {config["lr"] for _, config, _ in seen} == {0.5}

@@ -165,10 +165,9 @@ def test_predictions_have_the_smallest_loss_and_results_their_dtype(
     objective = make(model, num_classes)
     params, features, labels = draw(objective, (4,), num_classes, 6)
     params, features = params.astype(dtype), features.astype(dtype)
-    loss_of_label = [
-        objective.losses(params, features[..., None, :], np.full((4, 7, 1), label))
-        for label in range(num_classes)
-    ]
+    alone = params, features[..., None, :]
+    labeled = (np.full((4, 7, 1), label) for label in range(num_classes))
+    loss_of_label = [objective.losses(*alone, labels) for labels in labeled]
     params, features, labels = map(kind, (params, features, labels.astype(label_dtype)))
     predicted = objective.predict(params, features)
     np.testing.assert_array_equal(np.asarray(predicted), np.argmin(loss_of_label, axis=0))
@@ -261,11 +260,11 @@ def unequal_clients(num_classes, dtype=np.float64):
     random = np.random.default_rng(5)
     clients = []
     for index, num_samples in enumerate((40, 7, 23)):
-        labels = np.where(
+        is_own, others = (
             random.random(num_samples) < 0.7,
-            index % num_classes,
             random.integers(0, num_classes, num_samples),
         )
+        labels = np.where(is_own, index % num_classes, others)
         features = random.normal(size=(num_samples, 4)) + labels[:, None]
         clients.append((features.astype(dtype), labels))
     return clients

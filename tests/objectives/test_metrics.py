@@ -139,13 +139,8 @@ def finished(tmp_path_factory):
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     objective = Objective.from_module(module, nn.functional.mse_loss)
-    problem = Problem(
-        objective,
-        tuple(clients),
-        objective.init_params(0),
-        clients[0],
-        metrics=["mse", "r2", largest_error],
-    )
+    start, metrics = objective.init_params(0), ["mse", "r2", largest_error]
+    problem = Problem(objective, tuple(clients), start, clients[0], metrics=metrics)
     settings = {"recipe": "lean", "clients": 3, "rounds": 12, "alpha": 0.1, "batch_size": 8}
     (config,) = resolve({**settings, "dataset": "digits", "partition": "iid"})
     directory = tmp_path_factory.mktemp("run") / "lean"

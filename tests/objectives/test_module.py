@@ -26,14 +26,9 @@ RELATIVE = {"float64": 1e-12, "float32": 1e-4}
 
 def make_cnn():
     torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(3, 4, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16, 3),
-    )
+    first = nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU()
+    second = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16, 3))
 
 
 def cnn_objective(l2=0.0, scaling="mean"):
@@ -183,10 +178,8 @@ def test_stacked_clients_equal_single_ones_up_to_rounding(name, dtype, caplog):
     features, labels = make_samples(NUM_PIXELS if shape else 6, (4,), dtype)
     params = objective.init_params(0).astype(dtype)
     losses, gradients = objective.losses_and_gradients(params, features, labels)
-    singles = [
-        objective.losses_and_gradients(params, *samples)
-        for samples in zip(features, labels, strict=True)
-    ]
+    clients = zip(features, labels, strict=True)
+    singles = [objective.losses_and_gradients(params, *samples) for samples in clients]
     assert_close(losses, np.array([loss for loss, _ in singles]), dtype)
     assert_close(gradients, np.array([gradient for _, gradient in singles]), dtype)
     assert_close(objective.losses(params, features, labels), losses, dtype)

@@ -423,10 +423,8 @@ def test_a_changed_bit_in_storage_is_found():
     track = snapshot.state.track
     mirror = track.position.copy()
     mirror[0, 3] = np.nextafter(mirror[0, 3], 1)
-    for changed in (
-        track._replace(position=mirror),
-        track._replace(direction=track.direction + np.int8(1)),
-    ):
+    directed = track._replace(direction=track.direction + np.int8(1))
+    for changed in track._replace(position=mirror), directed:
         assert not snapshot._replace(state=snapshot.state._replace(track=changed)).is_intact
 
 

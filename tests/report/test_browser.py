@@ -13,15 +13,8 @@ pytestmark = pytest.mark.soak
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+ARGUMENTS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-component-update"
+ARGUMENTS += " --disable-background-networking --disable-sync"
 CURVES = tuple(
     f'.panels[data-metric="{metric}"] .plot[data-axis="{axis}"]'
     for metric in ("loss", "test_accuracy", "test_perplexity")
@@ -50,7 +43,7 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("needs chromium on the path")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
         yield browser
         browser.close()
 

@@ -85,10 +85,8 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
         row |= {"latency": 0.5 * row["round"], "node": {"id": 3}, "widths": [4] * row["round"]}
         if row["round"] == 2:
             row["resyncs"] = 1
-            row["incidents"] = [
-                {"client": 7, "node": 1, "kind": "resync", "text": "began from zero"},
-                {"client": 7, "node": 1, "kind": "fault", "text": "told above"},
-            ]
+            told = {"client": 7, "node": 1, "kind": "resync", "text": "began from zero"}
+            row["incidents"] = [told, told | {"kind": "fault", "text": "told above"}]
 
     change_rounds(directory, change)
     run = read_run(directory, "run")
@@ -417,10 +415,8 @@ def test_page_pictures_and_tables(runs, tmp_path, capsys):
         content = (tmp_path / "png" / f"{name}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) > 5000
-    rows, points, clients = (
-        list(csv.DictReader((tmp_path / "deep/csv" / f"{name}.csv").read_text().splitlines()))
-        for name in ("summary", "curves", "clients")
-    )
+    places = (tmp_path / "deep/csv" / f"{n}.csv" for n in ("summary", "curves", "clients"))
+    rows, points, clients = (list(csv.DictReader(p.read_text().splitlines())) for p in places)
     found = [(row["recipe"], row["seed"], row["result_rounds"]) for row in rows]
     assert found == [("gd", "0", "40"), ("lean", "0", "40"), ("lean", "1", "40")]
     assert (len(points), len(clients)) == (3 * 41, 3 * 10)

@@ -22,13 +22,8 @@ def test_defaults_are_the_demo_and_steps_those_of_the_dataset():
 
 
 def test_toml_round_trip():
-    settings = {
-        "recipe": "lean:eta=0.25,aqg-2",
-        "absences": [[3, 10, 20]],
-        "target": 1e-6,
-        "dropout": 0.25,
-        "plugins": [],
-    }
+    settings = {"recipe": "lean:eta=0.25,aqg-2", "absences": [[3, 10, 20]], "plugins": []}
+    settings |= {"target": 1e-6, "dropout": 0.25}
     configs = resolve(settings)
     assert resolve(tomllib.loads(to_toml(configs))) == configs
     assert resolve(tomllib.loads(to_toml(configs[:1]))) == configs[:1]

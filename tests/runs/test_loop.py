@@ -318,10 +318,8 @@ def test_the_validation_set_is_measured_where_the_model_is(model, kind):
     if model == "cnn":
         config = replace(config, l2=0.0)
     problem = build_problem(config)
-    found = [
-        follow_target(config, make_simulation(replace(config, device=device), problem))()
-        for device in ("cpu", "torch:cpu")
-    ]
+    devices = (replace(config, device=device) for device in ("cpu", "torch:cpu"))
+    found = [follow_target(config, make_simulation(one, problem))() for one in devices]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert 0 < found[0] < 10
 

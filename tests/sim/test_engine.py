@@ -195,10 +195,9 @@ def test_clients_of_one_size_step_together_to_the_same_bits(training, model, dty
     random = np.random.default_rng(5)
     objective = make_objective(model, 6, 3, 0.2, "mean")
     params = objective.init_params(1).astype(dtype)
-    clients = tuple(
-        Samples(random.standard_normal((size, 6)).astype(dtype), random.integers(0, 3, size))
-        for size in (20, 20, 7, 20, 20, 20, 20, 20)
-    )
+    sizes = (20, 20, 7, 20, 20, 20, 20, 20)
+    drawn = [(random.standard_normal((n, 6)), random.integers(0, 3, n)) for n in sizes]
+    clients = tuple(Samples(features.astype(dtype), labels) for features, labels in drawn)
     backend = NumpyBackend(Problem(objective, clients, params))
     for present in (np.arange(8), np.array([0, 2, 3, 5, 7])):
         keys = [(3, client, 12) for client in present.tolist()]

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -106,12 +107,8 @@ def run(problem, recipe="gd", rounds=30, step_size=0.08, kind=FastSimulation, **
     return simulation, list(simulation.run_rounds(rounds))
 
 
-PROBLEMS = {
-    "average": normalized_problem,
-    "local": lambda: normalized_problem("local"),
-    "frozen": lambda: normalized_problem("frozen"),
-    "tokens": token_problem,
-}
+PROBLEMS = {name: partial(normalized_problem, name) for name in ("average", "local", "frozen")}
+PROBLEMS["tokens"] = token_problem
 
 
 @pytest.mark.parametrize(("name", "recipe"), crossed(list(PROBLEMS), ["auto", "qsgd"]))
@@ -271,10 +268,8 @@ def test_token_ids_several_labels_and_images_are_learned():
 
 def regression(shape):
     weights = np.arange(5.0)
-    return tuple(
-        Samples(c.features / 4, (c.features @ weights / 4).reshape(len(c.labels), *shape))
-        for c in classes()
-    )
+    targets = [(c.features @ weights / 4).reshape(len(c.labels), *shape) for c in classes()]
+    return tuple(Samples(c.features / 4, t) for c, t in zip(classes(), targets, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -236,10 +236,8 @@ def test_fedavg_is_the_mean_of_those_who_took_part(engine):
         present = np.flatnonzero(~away)
         counts.add(len(present))
         before = simulation.parameters.copy()
-        updates = [
-            training.local.update(problem.objective, before, *problem.clients[m], (1, m, number))[1]
-            for m in present
-        ]
+        clients = [(*problem.clients[m], (1, m, number)) for m in present]
+        updates = [training.local.update(problem.objective, before, *c)[1] for c in clients]
         simulation.run_round()
         expected = before if not updates else before - 0.3 * np.mean(updates, axis=0)
         assert simulation.parameters == pytest.approx(expected, abs=1e-6)
@@ -485,14 +483,9 @@ def train(recipe, device="cpu", factor=1.0, **settings):
     """Train on minibatches; the model to start from is multiplied by a factor."""
     problem, config = digits(**NOISY, **settings)
     start = problem.initial_params * problem.dtype.type(factor)
-    return FastSimulation(
-        replace(problem, initial_params=start),
-        make_recipe(recipe),
-        config.alpha,
-        seed=config.seed,
-        device=device,
-        training=config.training(),
-    )
+    problem = replace(problem, initial_params=start)
+    options = {"seed": config.seed, "device": device, "training": config.training()}
+    return FastSimulation(problem, make_recipe(recipe), config.alpha, **options)
 
 
 @pytest.mark.soak

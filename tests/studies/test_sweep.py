@@ -55,13 +55,8 @@ def go_on(workers, directory):
     batch = Batch(sweep.runs, directory)
     events = []
     minima = prepare(workers, [job.config for job in batch.left], None)
-    carry_out(
-        batch.next,
-        lambda job: train(job, minima, directory, None),
-        workers,
-        batch.take,
-        lambda job, event: events.append(event),
-    )
+    runs = batch.next, lambda job: train(job, minima, directory, None)
+    carry_out(*runs, workers, batch.take, lambda job, event: events.append(event))
     rows = collect(sweep, directory, batch.failures)
     write_results(directory, rows)
     return batch.left, events, batch.failures
@@ -78,10 +73,8 @@ def finished(workers, tmp_path_factory):
 
 
 def test_the_product_is_run_in_order_under_readable_names():
-    document = {
-        "dataset": "digits",
-        "grid": {"recipe": ["lean:eta=0.3", "gd"], "partition": ["iid", "dirichlet:0.5"]},
-    }
+    grid = {"recipe": ["lean:eta=0.3", "gd"], "partition": ["iid", "dirichlet:0.5"]}
+    document = {"dataset": "digits", "grid": grid}
     sweep = expand(document)
     assert sweep.varying == ("recipe", "partition")
     assert [run.name for run in sweep.runs] == [

@@ -110,10 +110,8 @@ def uploads(draw, max_length=600):
 @st.composite
 def dense_uploads(draw, max_length=300):
     """Any finite float32 vector, with some of them repetitive enough to be coded."""
-    values = draw(
-        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=12)
-        | st.just([0.0, -0.0, 1e-45])
-    )
+    finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    values = draw(st.lists(finite, max_size=12) | st.just([0.0, -0.0, 1e-45]))
     length = draw(st.integers(0, max_length)) if values else 0
     return DenseUpload(np.resize(np.array(values, np.float32), length))
 

@@ -169,10 +169,8 @@ def test_sparse_frames_reach_the_entropy_of_random_places_and_less_for_clusters(
     scattered = np.sort(random.choice(20_000, 400, replace=False))
     starts = np.sort(random.choice(1000, 40, replace=False))
     clustered = (20 * starts[:, None] + np.arange(10)).ravel()
-    sizes = [
-        size_of(SparseUpload(indices, np.ones(400, np.float16), 0, 20_000))
-        for indices in (scattered, clustered)
-    ]
+    uploads = (SparseUpload(i, np.ones(400, np.float16), 0, 20_000) for i in (scattered, clustered))
+    sizes = [*map(size_of, uploads)]
     assert sizes[1] < 0.5 * sizes[0]
 
 

@@ -6,6 +6,7 @@ import platform
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -204,12 +205,8 @@ def test_splits_are_compared_at_one_residual(saved_iid, expected):
 
 def test_the_step_size_is_the_largest_where_qgd_and_laq_always_converge():
     def runs(alpha, converged):
-        return [
-            logistic_run(recipe, seed, 8000, converged, alpha, partition=partition)
-            for recipe in ("laq", "qgd")
-            for seed in range(2)
-            for partition in ("iid", BY_SOURCE)
-        ]
+        cases = product(("laq", "qgd"), range(2), ("iid", BY_SOURCE))
+        return [logistic_run(r, seed, 8000, converged, alpha, partition=p) for r, seed, p in cases]
 
     table = [*runs(0.0015, True), *runs(0.002, True), *runs(0.0021, False)]
     assert main_reading(table) == ("sum", 0.002)
@@ -222,10 +219,8 @@ def test_the_step_size_is_the_largest_where_qgd_and_laq_always_converge():
 def test_no_ratio_where_the_target_was_not_reached_or_the_network_never_moved():
     gd = make_outcome(recipe="gd", reached={0.1: Cost(80, 800, 25600, 9_000_000)})
     still = make_outcome(recipe="aqg", final_loss=2.5, total=Cost(200, 0, 0, 17), reached={})
-    part = [
-        make_outcome(recipe="laq", seed=seed, reached={} if seed else {0.1: Cost(9, 9, 36, 5000)})
-        for seed in range(2)
-    ]
+    reached = ({0.1: Cost(9, 9, 36, 5000)}, {})
+    part = [make_outcome(recipe="laq", seed=k, reached=one) for k, one in enumerate(reached)]
     results = make_results([gd, still, *part], softmax_residual=0.1)
     tables = tables_of(results)
     rows = {row[0]: row[3:] for row in tables["summary"].rows}
@@ -235,10 +230,8 @@ def test_no_ratio_where_the_target_was_not_reached_or_the_network_never_moved():
 
     total = Cost(30, 0, 0, 330)
     network = {"section": "network", "minimum": None, "reached": {}}
-    runs = [
-        make_outcome(recipe="gd", final_loss=1.0, **network),
-        make_outcome(recipe="laq", final_loss=2.5, total=total, **network),
-    ]
+    runs = [make_outcome(recipe="gd", final_loss=1.0, **network)]
+    runs += [make_outcome(recipe="laq", final_loss=2.5, total=total, **network)]
     # Gradient descent that did not move either is nothing to be compared with.
     for outcomes in (runs, [replace(o, final_loss=o.start_loss) for o in runs]):
         rows = tables_of(make_results(outcomes))["network"].rows
@@ -246,10 +239,8 @@ def test_no_ratio_where_the_target_was_not_reached_or_the_network_never_moved():
 
 
 def test_a_short_run_is_not_compared_with_the_paper():
-    runs = [
-        make_outcome(recipe=recipe, reached={0.1: Cost(90, 80, 300, 4000)})
-        for recipe in ("laq", "aqg-2")
-    ]
+    reached = {0.1: Cost(90, 80, 300, 4000)}
+    runs = [make_outcome(recipe=recipe, reached=reached) for recipe in ("laq", "aqg-2")]
     tables = tables_of(make_results(runs, softmax_residual=0.1))
     assert "differences" not in tables
     assert tables["table2"].rows[0][2:5] == ("90", "80", "300")
