@@ -26,10 +26,8 @@ QUICK = ("--rounds", "25")
 
 
 def aqg(*arguments, cwd, check=True):
-    command, environment = (
-        [sys.executable, "-m", "aqg", *map(str, arguments)],
-        os.environ | {"COLUMNS": "100"},
-    )
+    command = [sys.executable, "-m", "aqg", *map(str, arguments)]
+    environment = os.environ | {"COLUMNS": "100"}
     options = {"capture_output": True, "text": True, "check": check}
     return subprocess.run(command, cwd=cwd, env=environment, **options)
 
@@ -279,14 +277,9 @@ def test_the_table_tells_diverged_failed_and_unreached_apart():
 
     def result(loss, size, reached):
         sizes = {"upload_bytes": size, "download_bytes": 2 * size, "total_bytes": 3 * size}
-        return {
-            "diverged": loss is None,
-            "final_loss": loss,
-            "test_accuracy": 0.5,
-            "uploads": 10,
-            **sizes,
-            "target": {"upload_bytes": reached, "total_bytes": reached and 3 * reached},
-        }
+        target = {"upload_bytes": reached, "total_bytes": reached and 3 * reached}
+        found = {"diverged": loss is None, "final_loss": loss, "test_accuracy": 0.5, "uploads": 10}
+        return found | sizes | {"target": target}
 
     rows = [row(1, **result(0.25, 100, 50)), row(1, **result(0.75, 300, None))]
     rows += [row(2, **result(None, 100, None)), row(3, error="no")]

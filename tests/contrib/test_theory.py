@@ -314,17 +314,9 @@ def test_theorem_1_asks_for_finer_uploads_than_the_papers():
     rate = 1 - 1e-6
 
     def holds(widths, max_width):
-        tried = (
-            lemmas.theorem_1(
-                0.05,
-                weights,
-                *(smoothness, convexity, clients, widths, max_width),
-                constant=constant,
-                rate=rate,
-                **NUMBERS,
-            )
-            for constant in np.geomspace(1e-6, 1e6, 200)
-        )
+        setting = (0.05, weights, smoothness, convexity, clients, widths, max_width)
+        constants = ({"constant": c, "rate": rate, **NUMBERS} for c in np.geomspace(1e-6, 1e6, 200))
+        tried = (lemmas.theorem_1(*setting, **numbers) for numbers in constants)
         return any(all(one) for one in tried)
 
     assert holds((fewest + 8,), fewest + 11)

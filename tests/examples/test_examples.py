@@ -185,13 +185,9 @@ def test_the_counter_of_flowertune_is_below_the_wrapper(tmp_path, monkeypatch):
     assert own_down - own_first < (down - first) / 5
 
 
-FILES = {
-    "heart": "heart/processed.va.data",
-    "watch": "watch/watch_windows.npz",
-    "shakespeare": "shakespeare/roles.json.gz",
-    "lora": "shakespeare/roles.json.gz",
-    "cifar10": "cifar10.npz",
-}
+FILES = {"heart": "heart/processed.va.data", "watch": "watch/watch_windows.npz"}
+FILES |= dict.fromkeys(("shakespeare", "lora"), "shakespeare/roles.json.gz")
+FILES["cifar10"] = "cifar10.npz"
 
 
 def spec(name, **options):

@@ -229,14 +229,10 @@ def test_all_is_as_before_but_the_bytes(caplog):
         return MetricRecord({"distance": distance(arrays)})
 
     config = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
-    result = run(
-        Compressed(FedAvg(**everyone())),
-        make_grid(make_app([aqg_mod], seen=seen)),
-        rounds=4,
-        train_config=ConfigRecord(config),
-        evaluate_config=ConfigRecord({"batches": 3}),
-        evaluate_fn=evaluate_fn,
-    )
+    options = {"train_config": ConfigRecord(config), "evaluate_fn": evaluate_fn}
+    options["evaluate_config"] = ConfigRecord({"batches": 3})
+    grid = make_grid(make_app([aqg_mod], seen=seen))
+    result = run(Compressed(FedAvg(**everyone())), grid, rounds=4, **options)
     assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4]
     assert len(seen) == 4 * NUM_CLIENTS
     for place, (_, told, names) in enumerate(seen):

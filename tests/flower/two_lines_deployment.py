@@ -62,9 +62,8 @@ def run() -> dict[str, object]:
 
 def command(*arguments: str) -> str:
     """Run ``flwr ...``."""
-    done = subprocess.run(
-        [BIN / "flwr", *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    words = [BIN / "flwr", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         raise SystemExit(f"flwr {arguments[0]}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -260,10 +260,8 @@ def unequal_clients(num_classes, dtype=np.float64):
     random = np.random.default_rng(5)
     clients = []
     for index, num_samples in enumerate((40, 7, 23)):
-        is_own, others = (
-            random.random(num_samples) < 0.7,
-            random.integers(0, num_classes, num_samples),
-        )
+        is_own = random.random(num_samples) < 0.7
+        others = random.integers(0, num_classes, num_samples)
         labels = np.where(is_own, index % num_classes, others)
         features = random.normal(size=(num_samples, 4)) + labels[:, None]
         clients.append((features.astype(dtype), labels))

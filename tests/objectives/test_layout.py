@@ -22,12 +22,9 @@ from tests.modules import Masked, normalized
 def test_names_shapes_dtypes_offsets_and_values_are_those_of_the_module():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
     layout = ModelLayout.of(module)
-    assert [tuple(spec) for spec in layout.parameters] == [
-        ("0.weight", (3, 4), "float32", 0),
-        ("0.bias", (3,), "float32", 12),
-        ("1.weight", (2, 3), "float64", 15),
-        ("1.bias", (2,), "float64", 21),
-    ]
+    specs = [("0.weight", (3, 4), "float32", 0), ("0.bias", (3,), "float32", 12)]
+    specs += [("1.weight", (2, 3), "float64", 15), ("1.bias", (2,), "float64", 21)]
+    assert [tuple(spec) for spec in layout.parameters] == specs
     assert layout.dtype == np.float64
     assert not layout.carries_buffers
     flat = layout.flatten(module)

@@ -41,22 +41,15 @@ from aqg.weights import BEST, FINAL
 from tests.commands import contents, run_alone, stop_after
 from tests.problems import crossed, tiny_problem
 
-LOCAL = resolve(
-    {
-        "recipe": "lean",
-        "partition": "dirichlet:0.3",
-        "model": "mlp:32",
-        "batch_size": 16,
-        "local_steps": 5,
-        "alpha": 0.05,
-        "l2": 0.0,
-        "rounds": 20,
-        "target": 0.5,
-        "target_kind": "accuracy",
-        "hold": 3,
-        "eval_every": 5,
-    }
-)[0]
+MODEL = {
+    "recipe": "lean",
+    "partition": "dirichlet:0.3",
+    "model": "mlp:32",
+    "l2": 0.0,
+    "alpha": 0.05,
+}
+GOAL = {"rounds": 20, "target": 0.5, "target_kind": "accuracy", "hold": 3, "eval_every": 5}
+LOCAL = resolve(MODEL | GOAL | {"batch_size": 16, "local_steps": 5})[0]
 SOFTMAX = resolve({"recipe": "lean", "rounds": 150, "target": 0.2, "hold": 20, "seed": 3})[0]
 
 
@@ -192,18 +185,9 @@ def test_targets_that_cannot_be_measured_or_are_met_are_refused():
         Judge(SOFTMAX.goal, SOFTMAX.rounds)
 
 
-VALIDATING = {
-    "recipe": "fp16",
-    "model": "mlp:8",
-    "partition": "iid",
-    "clients": 5,
-    "rounds": 80,
-    "batch_size": 16,
-    "local_steps": 5,
-    "alpha": 0.2,
-    "target_kind": "accuracy",
-    "validation": 0.2,
-}
+VALIDATING = {"recipe": "fp16", "model": "mlp:8", "partition": "iid", "clients": 5, "rounds": 80}
+VALIDATING |= {"batch_size": 16, "local_steps": 5, "alpha": 0.2}
+VALIDATING |= {"target_kind": "accuracy", "validation": 0.2}
 
 
 def make_config(**changes):

@@ -189,17 +189,9 @@ def test_lean_converges_with_every_feature(feature):
     assert lean_bytes < exact_bytes / 3
 
 
-OPTIONS = {
-    "recipe": "lean",
-    "partition": "dirichlet:0.5",
-    "rounds": 6,
-    "batch_size": 16,
-    "local_epochs": 2,
-    "local_rate": 0.05,
-    "weighting": "samples",
-    "participation": 0.5,
-    "optimizer": "adam:b1=0.8",
-}
+OPTIONS = {"recipe": "lean", "partition": "dirichlet:0.5", "rounds": 6, "batch_size": 16}
+OPTIONS |= {"local_epochs": 2, "local_rate": 0.05, "weighting": "samples"}
+OPTIONS |= {"participation": 0.5, "optimizer": "adam:b1=0.8"}
 
 
 def test_settings_reach_the_simulation_by_flags_and_survive_toml(tmp_path, capsys):
@@ -309,14 +301,10 @@ def test_clients_that_hold_nothing_train_alike_and_receive_more(name, downlink):
     """Entries since the first model, their sum or a snapshot: the same model, at a higher price."""
     options = {"local": LOCAL, "participation": 0.5, "downlink": make_downlink(downlink)}
     problem = tiny_problem("float32", num_clients=6)
-    kept, none, reference = (
-        simulate(problem, make_recipe(name), 0.1, seed=4, training=Training(**options, memory=m))
-        for simulate, m in (
-            (FastSimulation, "model"),
-            (FastSimulation, "none"),
-            (ReferenceSimulation, "none"),
-        )
-    )
+    kinds = (FastSimulation, "model"), (FastSimulation, "none"), (ReferenceSimulation, "none")
+    trainings = [(kind, Training(**options, memory=memory)) for kind, memory in kinds]
+    arguments = problem, make_recipe(name), 0.1
+    kept, none, reference = (kind(*arguments, seed=4, training=t) for kind, t in trainings)
     one, other = list(kept.run_rounds(ROUNDS)), list(none.run_rounds(10))
     none.restore(none.state())
     other += none.run_rounds(ROUNDS - 10)

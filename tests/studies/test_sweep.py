@@ -77,12 +77,9 @@ def test_the_product_is_run_in_order_under_readable_names():
     document = {"dataset": "digits", "grid": grid}
     sweep = expand(document)
     assert sweep.varying == ("recipe", "partition")
-    assert [run.name for run in sweep.runs] == [
-        "recipe-lean-eta-0.3_partition-iid",
-        "recipe-lean-eta-0.3_partition-dirichlet-0.5",
-        "recipe-gd_partition-iid",
-        "recipe-gd_partition-dirichlet-0.5",
-    ]
+    rules = ("recipe-lean-eta-0.3", "recipe-gd")
+    splits = ("partition-iid", "partition-dirichlet-0.5")
+    assert [run.name for run in sweep.runs] == [f"{r}_{s}" for r in rules for s in splits]
     expected = resolve({"recipe": "gd", "partition": "dirichlet:0.5"})
     assert (sweep.runs[3].config,) == expected
     assert sweep.settings_of(sweep.runs[3]) == {"recipe": "gd", "partition": "dirichlet:0.5"}

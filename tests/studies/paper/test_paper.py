@@ -91,35 +91,18 @@ def make_results(outcomes, **about):
 
 def logistic_run(recipe, seed, bits, converged=True, alpha=0.002, **changes):
     uploads = bits // 2 if recipe == "aqg-2" else bits // 4
-    return make_outcome(
-        **{
-            "section": "logistic",
-            "partition": "iid",
-            "recipe": recipe,
-            "seed": seed,
-            "scaling": "sum",
-            "alpha": alpha,
-            "minimum": 70.0,
-            "start_loss": 89.0,
-            "final_loss": 70.0 + (1e-9 if converged else 2.0),
-            "total": Cost(500, uploads, bits, 10 * bits),
-            "reached": {},
-            **changes,
-        }
-    )
+    settings = {"section": "logistic", "partition": "iid", "scaling": "sum", "minimum": 70.0}
+    settings |= {"start_loss": 89.0, "final_loss": 70.0 + (1e-9 if converged else 2.0)}
+    settings |= {"total": Cost(500, uploads, bits, 10 * bits), "reached": {}}
+    return make_outcome(recipe=recipe, seed=seed, alpha=alpha, **settings | changes)
 
 
 def dropout_run(recipe, seed, bits=None, rate=0.9, partition="iid", away=False):
     """Make a run that arrives at 1e-3 with these bits, or does not arrive, or runs away."""
-    return make_outcome(
-        section="dropouts",
-        partition=partition,
-        recipe=recipe,
-        seed=seed,
-        dropout=rate,
-        final_loss=9.0 if away else 0.5 + (1e-9 if bits else 0.01),
-        reached={} if bits is None else {1e-3: Cost(1000, bits // 2, bits, 50 * bits)},
-    )
+    reached = {} if bits is None else {1e-3: Cost(1000, bits // 2, bits, 50 * bits)}
+    final_loss = 9.0 if away else 0.5 + (1e-9 if bits else 0.01)
+    settings = {"section": "dropouts", "partition": partition, "recipe": recipe, "seed": seed}
+    return make_outcome(**settings, dropout=rate, final_loss=final_loss, reached=reached)
 
 
 def verdict(results, claim, setting):
