@@ -98,14 +98,9 @@ def _files():
 @contextmanager
 def started(*arguments, cwd):
     """Start a command in a process of its own; it is gone in the end."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "aqg", *map(str, arguments)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    command = [sys.executable, "-m", "aqg", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=cwd, start_new_session=True, **pipes) as process:
         try:
             yield process
         finally:

@@ -19,14 +19,11 @@ OPTIMUM = np.average(TARGETS, axis=0, weights=SIZES)
 FROZEN = np.arange(5000, dtype=np.float32)
 
 
-def first_arrays(name="layer"):
+def first_arrays():
     """A layer that is trained, one that is not, and batch normalization."""
-    arrays = {
-        f"{name}.weight": np.zeros(SHAPE, np.float32),
-        f"{name}.frozen": FROZEN,
-        "bn.running_mean": np.zeros(6, np.float32),
-        "bn.num_batches_tracked": np.zeros((), np.int64),
-    }
+    arrays = {"layer.weight": np.zeros(SHAPE, np.float32), "layer.frozen": FROZEN}
+    arrays["bn.running_mean"] = np.zeros(6, np.float32)
+    arrays["bn.num_batches_tracked"] = np.zeros((), np.int64)
     return ArrayRecord({key: Array(value) for key, value in arrays.items()})
 
 

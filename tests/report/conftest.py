@@ -26,11 +26,10 @@ def make_lines(num_rounds, num_clients, seed, decay=0.05, fault=None):
         sent = np.where(widths == DROPPED, 0, 10 + 50 * widths)
         received = np.where(widths == DROPPED, 0, 500)
         faults = ((1, fault),) if fault and k == 2 else ()
-        both = {"client_upload_bytes": tuple(sent.tolist())}
-        both |= {"client_download_bytes": tuple(received.tolist())}
-        both["download_bytes"] = int(received.sum())
+        both = {"client_upload_bytes": sent, "client_download_bytes": received}
+        both = {name: tuple(counts.tolist()) for name, counts in both.items()}
         seen = k + 1, loss, tuple(widths.tolist()), int(sent.sum()), faults
-        record = RoundRecord(*seen, **both)
+        record = RoundRecord(*seen, download_bytes=int(received.sum()), **both)
         accuracy = 0.1 + 0.8 * k / num_rounds
         metrics = {"accuracy": accuracy, "perplexity": 9 - 8 * accuracy}
         lines.append(Line(record, metrics if k % 5 == 0 else {}))

@@ -41,15 +41,9 @@ from aqg.weights import BEST, FINAL
 from tests.commands import contents, run_alone, stop_after
 from tests.problems import crossed, tiny_problem
 
-MODEL = {
-    "recipe": "lean",
-    "partition": "dirichlet:0.3",
-    "model": "mlp:32",
-    "l2": 0.0,
-    "alpha": 0.05,
-}
+MODEL = {"recipe": "lean", "partition": "dirichlet:0.3", "model": "mlp:32", "l2": 0.0}
 GOAL = {"rounds": 20, "target": 0.5, "target_kind": "accuracy", "hold": 3, "eval_every": 5}
-LOCAL = resolve(MODEL | GOAL | {"batch_size": 16, "local_steps": 5})[0]
+LOCAL = resolve(MODEL | GOAL | {"batch_size": 16, "local_steps": 5, "alpha": 0.05})[0]
 SOFTMAX = resolve({"recipe": "lean", "rounds": 150, "target": 0.2, "hold": 20, "seed": 3})[0]
 
 

@@ -60,24 +60,11 @@ START = Cost(0, 0, 0, 0)
 
 
 def make_outcome(**changes):
-    settings = {
-        "section": "softmax",
-        "recipe": "laq",
-        "partition": "label",
-        "scaling": "mean",
-        "alpha": 0.02,
-        "dropout": 0.0,
-        "seed": 0,
-        "machine": "aarch64",
-        "device": "cpu",
-        "minimum": 0.5,
-        "start_loss": 2.5,
-        "final_loss": 0.6,
-        "peak_loss": 14.0,
-        "test_accuracy": 0.9,
-        "total": Cost(4000, 900, 3600, 500_000),
-        "reached": {0.1: Cost(100, 90, 360, 50_000)},
-    }
+    settings = {"section": "softmax", "recipe": "laq", "partition": "label", "scaling": "mean"}
+    settings |= {"alpha": 0.02, "dropout": 0.0, "seed": 0, "machine": "aarch64", "device": "cpu"}
+    settings |= {"start_loss": 2.5, "final_loss": 0.6, "peak_loss": 14.0, "minimum": 0.5}
+    settings |= {"test_accuracy": 0.9, "total": Cost(4000, 900, 3600, 500_000)}
+    settings |= {"reached": {0.1: Cost(100, 90, 360, 50_000)}}
     settings |= changes
     name = "_".join(str(settings[key]) for key in ("section", "partition", "alpha", "dropout"))
     settings.setdefault("name", f"{name}_{settings['recipe']}_seed{settings['seed']}")
