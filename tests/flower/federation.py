@@ -11,7 +11,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
-from tests.flower.saved import Saved
+from tests.flower.own_messages import Saved
 from tests.problems import tiny_problem
 
 ALPHA = 0.1

@@ -42,8 +42,7 @@ from aqg.protocol.messages import reply_from_bytes
 from aqg.protocol.store import DirectoryVault
 
 from tests.flower.federation import Federation
-from tests.flower.own_messages import ANY, parts_of
-from tests.flower.saved import Saved
+from tests.flower.own_messages import ANY, Saved, parts_of
 from tests.flower.small_app import (
     FROZEN,
     NUM_CLIENTS,

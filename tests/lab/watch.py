@@ -7,7 +7,7 @@ from pathlib import Path
 from aqg.core.recipes import make_recipe
 from aqg.sim.record import DROPPED
 
-from tests.flower.saved import Saved
+from tests.flower.own_messages import Saved
 
 APP = Path(__file__).parent / "digits_app"
 PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
