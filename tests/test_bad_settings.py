@@ -42,9 +42,8 @@ def objective(spec="softmax", num_features=4, num_classes=3, l2=0.0, scaling="me
 
 
 def session(**options):
-    return ServerSession(
-        **{"parameters": np.zeros(6), "num_clients": 3, "recipe": "lean", **options}
-    )
+    usual = {"parameters": np.zeros(6), "num_clients": 3, "recipe": "lean"}
+    return ServerSession(**usual | options)
 
 
 def keeping(recipe, memory):
@@ -398,11 +397,8 @@ def test_whichever_way_it_comes(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value, message = outside(name)
     (tmp_path / "run.toml").write_text(f"{name} = {json.dumps(value)}\n")
-    for flags in (
-        [f"--{name.replace('_', '-')}={value}"],
-        ["--set", f"{name}={value}"],
-        ["--config", "run.toml"],
-    ):
+    flag = f"--{name.replace('_', '-')}={value}"
+    for flags in ([flag], ["--set", f"{name}={value}"], ["--config", "run.toml"]):
         refuse(capsys, "run", *flags, message=message)
 
 

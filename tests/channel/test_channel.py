@@ -129,7 +129,7 @@ def test_what_is_no_number_stays_where_it_is(name, value):
     play(channel, {0: notes}, 1, model)
 
 
-def test_models_that_cannot_be_sent():
+def test_models_that_cannot_be_sent_and_updates_beyond_half_precision():
     channel, notes = Channel("run", FIRST, Settings(recipe="lean")), Notes()
     model = play(channel, {0: notes}, 3)
     channel.publish(model, is_train=False)
@@ -148,8 +148,6 @@ def test_models_that_cannot_be_sent():
     with pytest.raises(ConfigError, match=r"include pattern 'x\*' matches none"):
         Channel("run", FIRST, Settings(include=("x*",)))
 
-
-def test_an_update_beyond_half_precision():
     first = {"w": np.full(100, 60_000, np.float16)}
     channel, notes = Channel("run", first, Settings(recipe="gd")), Notes()
     phase = channel.publish(first, is_train=True)

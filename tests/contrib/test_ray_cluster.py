@@ -41,9 +41,8 @@ def cluster():
         "RAY_TMPDIR": folder,
         "RAY_health_check_period_ms": "500",  # a node that is dead is noticed sooner
     }
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
+    head = {"num_cpus": 0, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     nodes.add_node(num_cpus=1)
     yield nodes
     nodes.shutdown()

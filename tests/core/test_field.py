@@ -95,15 +95,11 @@ def test_error_feedback_is_mem_sgd(spec, k, of, rel):
         assert np.array_equal(state.stages["feedback"]["residual"][0], residual)
 
 
-@pytest.mark.parametrize(
-    ("spec", "eta", "weight"),
-    [
-        ("ef21:", 0, 1),
-        ("econtrol:eta=0.1:", 0.1, 1),
-        ("econtrol:eta=1:", 1, 1),
-        ("ef21-m:eta=0.2:", 0, 0.2),
-    ],
-)
+EF21 = [("ef21:", 0, 1), ("econtrol:eta=0.1:", 0.1, 1), ("econtrol:eta=1:", 1, 1)]
+EF21 += [("ef21-m:eta=0.2:", 0, 0.2)]
+
+
+@pytest.mark.parametrize(("spec", "eta", "weight"), EF21)
 def test_ef21_and_what_became_of_it(spec, eta, weight):
     """``δ = C(ηe + v - h)``, ``h ← h + δ``, ``e ← e + v - h``, for a running average ``v``."""
     error, estimate, average = np.zeros(SIZE), np.zeros(SIZE), None

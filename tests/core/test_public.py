@@ -186,15 +186,7 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
     assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
 
 
-def test_entries_are_shorter_where_few_clients_are_asked():
-    downlink = Condensed(ratio=0.5, away=0.5)
-    long, short = (downlink.of_position(10_000, 4_000, 10, p).quantizer for p in (1.0, 0.25))
-    vector = np.arange(10_000.0)
-    assert num_nonzero(long.quantize(vector, Request(2))) == 200
-    assert num_nonzero(short.quantize(vector, Request(2))) == 100
-
-
-def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
+def test_long_entries_have_four_bits_for_each_coordinate_and_those_for_few_clients_are_shorter():
     """One magnitude for all would say little of each; what is rounded off is sent later."""
     message = Upload(np.array([0, 5, 14, 16, 23, 30], np.uint8), 0.125, 5, Grid.MIDTREAD)
     width, step = 15 * 0.125 / 7, Step(1.0, downlink=Condensed())
@@ -203,6 +195,12 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
         assert isinstance(entry.position, Upload)
         assert entry.position.width == 4
         assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
+
+    downlink = Condensed(ratio=0.5, away=0.5)
+    long, short = (downlink.of_position(10_000, 4_000, 10, p).quantizer for p in (1.0, 0.25))
+    vector = np.arange(10_000.0)
+    assert num_nonzero(long.quantize(vector, Request(2))) == 200
+    assert num_nonzero(short.quantize(vector, Request(2))) == 100
 
 
 FEW = 64

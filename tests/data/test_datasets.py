@@ -47,7 +47,7 @@ def test_digits_has_a_fixed_stratified_split():
     assert sorted(map(bytes, rows)) == sorted(map(bytes, original))
 
 
-def test_mnist(data_dir):
+def test_mnist_and_heterogeneous(data_dir):
     dataset = load_dataset("mnist", data_dir)
     assert dataset.features.shape == (60000, 784)
     assert dataset.test_features.shape == (10000, 784)
@@ -60,8 +60,6 @@ def test_mnist(data_dir):
     assert np.bincount(dataset.labels).tolist() == counts
     assert dataset.features.mean(dtype=np.float64) == pytest.approx(0.1307, abs=5e-5)
 
-
-def test_heterogeneous(data_dir):
     dataset = load_dataset("heterogeneous", data_dir)
     assert dataset.test_features is None
     assert dataset.features.shape == (2314, 34)

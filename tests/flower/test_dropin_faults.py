@@ -264,7 +264,7 @@ def test_a_model_that_changes_its_shape(caplog):
 # One line of the two.
 
 
-def test_only_the_servers_line(caplog):
+def test_one_line_of_the_two(caplog):
     """Whole models are taken as they are, with one warning, and sent as they are."""
     strategy = Compressed(FedAvg(**everyone()))
     result = run(strategy, make_grid(make_app([])), rounds=12)
@@ -276,6 +276,13 @@ def test_only_the_servers_line(caplog):
     assert len(warnings) == 1
     assert "ClientApp(mods=[aqg_mod])" in warnings[0].message
     assert result.evaluate_metrics_clientapp.keys() == stock.evaluate_metrics_clientapp.keys()
+    # Only the clients' line.
+    caplog.set_level(logging.WARNING)
+    result = run(FedAvg(**everyone()), make_grid(), rounds=8)
+    assert distance(result.arrays) < 0.01
+    lines = [line for line in caplog.messages if "nothing is compressed" in line]
+    assert len(lines) == NUM_CLIENTS  # each node has a log of its own
+    assert "Compressed(...)" in lines[0]
 
 
 @pytest.mark.parametrize("plain_nodes", [{102}, {100, 101, 103}])
@@ -295,19 +302,12 @@ def test_nodes_can_be_moved_one_by_one(plain_nodes, caplog):
         assert (counts.train.up > counts.train.plain_up / 2) == (node in plain_nodes)
 
 
-def test_only_the_clients_line(caplog):
-    caplog.set_level(logging.WARNING)
-    result = run(FedAvg(**everyone()), make_grid(), rounds=8)
-    assert distance(result.arrays) < 0.01
-    lines = [line for line in caplog.messages if "nothing is compressed" in line]
-    assert len(lines) == NUM_CLIENTS  # each node has a log of its own
-    assert "Compressed(...)" in lines[0]
-
-
 # The end of a run.
 
 
-def test_nodes_forget_a_run_that_ended_well(tmp_path):
+def test_nodes_forget_a_run_that_ended_well_unless_they_remember_in_the_context(
+    tmp_path, monkeypatch
+):
     def notes():
         return sorted((tmp_path / "state").glob("node-*/*/state.json"))
 
@@ -323,9 +323,6 @@ def test_nodes_forget_a_run_that_ended_well(tmp_path):
     assert len(left) >= NUM_CLIENTS
     run(Compressed(FedAvg(**unevaluated()), recipe="lean"), rounds=3)
     assert notes() == left
-
-
-def test_nodes_that_remember_in_the_context_are_not_asked(monkeypatch):
     monkeypatch.setenv("AQG_STATE_DIR", "context")
     grid = make_grid()
     run(Compressed(FedAvg(**unevaluated())), grid, rounds=3)

@@ -178,6 +178,8 @@ def unpatient(federation):
     grid.deliver = at(2, 18, lambda _: grid.contexts[18].node_config.pop("aqg-state-days"))
 
 
+NO_ENTRIES, FOREIGN = encode_log(3, []), encode_log(2, [b"\x10"])
+TEXT = ConfigRecord({"bytes": "nothing"})
 FAULTS = {
     "a lost reply": (replied(lambda _: LOST), LOSES_AN_UPLOAD, ""),
     "more nodes that claim a partition": (
@@ -194,11 +196,7 @@ FAULTS = {
         "",
     ),
     "another round": (replied(lambda reply: change_reply(reply, round=1)), REJECTED, "version 1"),
-    "no envelope": (
-        replied(lambda reply: reply.content.update(aqg=ConfigRecord({"bytes": "nothing"}))),
-        REJECTED,
-        "not bytes",
-    ),
+    "no envelope": (replied(lambda reply: reply.content.update(aqg=TEXT)), REJECTED, "not bytes"),
     "another version": (replied(of_another_version), REJECTED, "aqg 0.0.9"),
     "a client that raises": (trained(raises), {"error": [(3, 1)]}, "out of memory"),
     "a gradient with NaN": (trained(with_nan), {"fault": [(3, 1)]}, "holds NaN or infinity"),
@@ -208,16 +206,8 @@ FAULTS = {
     "a rotten mirror": (ordered(rotten_mirror, {3, 4}), {"resync": [(3, 1), (4, 1)]}, "from zero"),
     "a damaged model on disk": (ordered(rotten_copy), SENT_AGAIN, ""),
     "a damaged log": (ordered(changed(log=lambda order: flipped(order.log))), SENT_AGAIN, ""),
-    "an order without the log": (
-        ordered(changed(log=lambda _: encode_log(3, []))),
-        SENT_AGAIN,
-        "the log begins with round 3, and round 2 is held here",
-    ),
-    "foreign entries": (
-        ordered(changed(log=lambda _: encode_log(2, [b"\x10"]))),
-        SENT_AGAIN,
-        "the server says",
-    ),
+    "no log": (ordered(changed(log=lambda _: NO_ENTRIES)), SENT_AGAIN, "and round 2 is held here"),
+    "foreign entries": (ordered(changed(log=lambda _: FOREIGN)), SENT_AGAIN, "the server says"),
     "a wrong digest": (ordered(changed(public=lambda _: bytes(4))), SENT_AGAIN, "the server says"),
     "a damaged order": (
         ordered(lambda _, order: put(order, flipped(parts_of(order)[0]))),

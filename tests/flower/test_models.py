@@ -288,11 +288,7 @@ REFUSED = {
         own_training(normalized),
         "statistics such as '1.running_mean'|give make_server_app the module",
     ),
-    "a vector without buffers": (
-        as_vector(Adaptive()),
-        own_training(Adaptive),
-        "training changes buffers of the module",
-    ),
+    "no buffers": (as_vector(Adaptive()), own_training(Adaptive), "training changes buffers of"),
     "statistics": (normalized(), own_training(normalized, statistics="local"), "are 'local' here"),
 }
 

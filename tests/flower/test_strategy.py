@@ -267,6 +267,7 @@ def clipped(strategy):
 
 
 LOCAL = {"memory": "none", "statistics": "local"}
+OTHER_DOWNLINK = r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$"
 REFUSED = [
     (lambda _: Compressed("FedAvg"), "strategy is a str; it must be a Strategy"),
     (lambda _: Compressed(legacy.FedAvg()), r"use flwr\.serverapp\.strategy\.FedAvg$"),
@@ -275,18 +276,12 @@ REFUSED = [
     (lambda _: Compressed(FedAvg(), recipe="auto:keep=0.1"), "no option 'keep'; it has: share"),
     (lambda _: Compressed(FedAvg(), recipe="auto:noise=nan"), "noise is nan; it must be above 0"),
     *(
-        (
-            lambda _, name=name: Compressed(FedAvg(), downlink=name),
-            r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$",
-        )
+        (lambda _, name=name: Compressed(FedAvg(), downlink=name), OTHER_DOWNLINK)
         for name in ("none", "exact", "full")
     ),
     (lambda _: clipped(Compressed(FedAvg())).start(make_grid(), first_arrays()), "outermost"),
     (lambda _: Compressed(make_strategy()).start(make_grid(), first_arrays()), "AQG compresses"),
-    (
-        lambda _: Strategy.start(make_strategy(), make_grid(), first_arrays(), num_rounds=2),
-        "it makes the model itself: call its start",
-    ),
+    (lambda _: Strategy.start(make_strategy(), make_grid(), first_arrays()), "call its start"),
     *(
         (lambda _, inner=inner: Buffered(inner, size=2), r"(AQG|Compressed), .* Compressed\(Buf")
         for inner in (Compressed(FedAvg()), AQG(NUM_CLIENTS))
@@ -383,9 +378,8 @@ def test_a_module_with_tied_weights_serves_plain_clients():
         return {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
 
     start = Masked().first.weight.detach().clone()
-    result = make_strategy(recipe="gd").start(
-        make_grid(app_answering(answer)), Masked(), num_rounds=2
-    )
+    grid, strategy = make_grid(app_answering(answer)), make_strategy(recipe="gd")
+    result = strategy.start(grid, Masked(), num_rounds=2)
     assert list(result.arrays) == list(Masked().state_dict())
     for name in ("first.weight", "second.weight"):
         np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)

@@ -78,7 +78,7 @@ def test_batches_give_what_the_whole_gives(name):
     assert measure([METRICS[name]], parts, required=True)[name] == pytest.approx(whole, rel=1e-12)
 
 
-def test_what_makes_no_sense_is_left_out_unless_it_was_asked_for():
+def test_what_makes_no_sense_is_left_out_unless_asked_for_and_failures_are_named():
     with pytest.raises(DoesNotApply, match=r"outputs have shape \(5, 1\) and targets \(5,\)"):
         value("mse", np.zeros((5, 1)), np.zeros(5))
     with pytest.raises(DoesNotApply, match="either axis 1 or the last may count classes"):
@@ -93,6 +93,15 @@ def test_what_makes_no_sense_is_left_out_unless_it_was_asked_for():
         value("perplexity", np.zeros((8, 3)), numbers)
     with pytest.raises(DoesNotApply, match="constant"):
         value("r2", outputs, np.ones(8))
+
+    broken = Metric("broken", whole=lambda o, t: 1 / 0)
+    with pytest.raises(ConfigError, match="metric 'broken' failed: ZeroDivisionError"):
+        measure([broken], [(np.zeros(2), np.zeros(2))], required=False)
+    text = Metric("text", whole=lambda o, t: "good")
+    with pytest.raises(ConfigError, match="metric 'text' returned a str, not a number"):
+        measure([text], [(np.zeros(2), np.zeros(2))], required=False)
+    with pytest.raises(ConfigError, match="needs one of whole= and sums="):
+        Metric("nothing")
 
 
 def test_several_outputs():
@@ -111,17 +120,6 @@ def test_several_outputs():
     assert measure(make_metrics(boxes), parts, required=True)["boxes"] == pytest.approx(
         float(tensor.sum()) + 6
     )
-
-
-def test_metrics_that_fail_are_named():
-    broken = Metric("broken", whole=lambda o, t: 1 / 0)
-    with pytest.raises(ConfigError, match="metric 'broken' failed: ZeroDivisionError"):
-        measure([broken], [(np.zeros(2), np.zeros(2))], required=False)
-    text = Metric("text", whole=lambda o, t: "good")
-    with pytest.raises(ConfigError, match="metric 'text' returned a str, not a number"):
-        measure([text], [(np.zeros(2), np.zeros(2))], required=False)
-    with pytest.raises(ConfigError, match="needs one of whole= and sums="):
-        Metric("nothing")
 
 
 def largest_error(outputs, targets):

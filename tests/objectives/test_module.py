@@ -191,9 +191,8 @@ def test_stacked_clients_equal_single_ones_up_to_rounding(name, dtype, caplog):
     assert_close(objective.losses(params, features, labels), losses, dtype)
     if name not in ("recurrent", "branching"):
         assert not caplog.records  # vmap did it
-    np.testing.assert_array_equal(
-        objective.predict(params, features)[2], objective.predict(params, features[2])
-    )
+    predicted = objective.predict(params, features)
+    np.testing.assert_array_equal(predicted[2], objective.predict(params, features[2]))
 
 
 def test_many_large_clients_go_through_in_several_stacks():
@@ -253,9 +252,8 @@ def test_the_callers_module_is_left_alone(name):
     with torch.no_grad():
         for value in module.parameters():
             value.zero_()
-    np.testing.assert_array_equal(
-        objective.losses_and_gradients(params, features, labels)[1], first[1]
-    )
+    last = objective.losses_and_gradients(params, features, labels)
+    np.testing.assert_array_equal(last[1], first[1])
 
 
 def test_own_loss_and_single_output():

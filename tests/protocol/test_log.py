@@ -77,11 +77,10 @@ def test_a_log_sends_entries_or_a_snapshot_and_keeps_no_more():
     assert log.deliver(3, lambda: b"new", never).snapshot == b"new"
 
 
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=80),
-    st.integers(10, 300),
-    st.randoms(use_true_random=False),
-)
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=80)
+
+
+@given(SIZES, st.integers(10, 300), st.randoms(use_true_random=False))
 def test_a_delivery_is_never_longer_than_the_entries(sizes, snapshot_bytes, random):
     log = ModelLog()
     positions = [1] * 4
@@ -466,9 +465,8 @@ def test_values_that_overflow_the_mirror_are_refused():
     huge = np.full(NUM_PARAMS, 3e38, np.float32)
     pair = Pair("lag")
     frame = encode(DenseUpload(huge))
-    reply = replace(
-        pair.answer(pair.order()), frame=frame, base_digest=book.entries[0].stamp.digest
-    )
+    digest = book.entries[0].stamp.digest
+    reply = replace(pair.answer(pair.order()), frame=frame, base_digest=digest)
     assert "the client says" in book.accept(0, reply, 1)  # finite: only the digest is off
     track = book.state.peers[0].track._replace(position=np.full((1, NUM_PARAMS), 3e38, np.float32))
     peers = book.state.peers.replaced(0, book.state.peers[0]._replace(track=track))

@@ -233,9 +233,8 @@ def points(x, y, ended=True):
 )
 def test_the_curve_of_a_group(curves, x, median, low, high):
     band = combine(curves)
-    for found, expected in zip(
-        (band.x, band.median, band.low, band.high), (x, median, low, high), strict=True
-    ):
+    lines = band.x, band.median, band.low, band.high
+    for found, expected in zip(lines, (x, median, low, high), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 

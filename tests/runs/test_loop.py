@@ -86,7 +86,7 @@ def test_what_leaves_all_use_is_stopped_and_costs_beyond_a_limit_are_of_no_inter
         assert follow(target, [0.1, 0.95, 0.95, 0.95], ceiling) == ("reached", (2, 4, 200))
 
 
-def test_half_of_the_way_by_half_of_the_rounds():
+def test_half_of_the_way_by_half_of_the_rounds_and_noisy_curves_by_their_mean():
     target = Target("residual", 1e-4, 20)
     assert follow(target, [1.0] * 3 + [0.02] * 5, num_rounds=8) == ("hopeless", (4, 8, 400))
     assert follow(target, [1.0] * 3 + [0.01] * 5, num_rounds=8) == ("hopeless", (6, 12, 600))
@@ -95,6 +95,12 @@ def test_half_of_the_way_by_half_of_the_rounds():
     assert accuracy.progress(0.0, 0.9) == 1
     assert accuracy.progress(0.1, 0.1) == 0
     assert 0 < accuracy.progress(0.1, 0.7) < accuracy.progress(0.1, 0.89) < 1
+
+    values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
+    goal = Target("accuracy", 0.9, hold=3, is_mean=True)
+    assert follow(goal, values[:5])[0] is None
+    assert follow(goal, values) == ("reached", (4, 8, 400))
+    assert goal.first_reached(values) == 3
 
 
 def summary_of(config, directory, contact=None, ceiling=math.inf, minimum=None):
@@ -268,14 +274,6 @@ def test_a_client_receives_its_first_model_when_it_first_takes_part(tmp_path):
     steps = np.diff(found["curve"]["bytes"])
     is_first = np.diff([0, *expected]) > 0
     assert (steps[is_first] > first).all()
-
-
-def test_a_noisy_curve_is_judged_by_its_mean():
-    values = [0.5, 0.9, 0.6, 0.91, 0.89, 0.93, 0.2]
-    goal = Target("accuracy", 0.9, hold=3, is_mean=True)
-    assert follow(goal, values[:5])[0] is None
-    assert follow(goal, values) == ("reached", (4, 8, 400))
-    assert goal.first_reached(values) == 3
 
 
 def test_loss_on_the_validation_set():

@@ -102,7 +102,9 @@ def test_names_stay_unique_and_short(tmp_path):
     assert all(len(name) <= 120 and "/" not in name for name in names)
 
 
-def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
+def test_every_run_equals_a_run_of_its_own_and_computes_with_one_thread(
+    finished, tmp_path, workers
+):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
     assert unfinished(sweep.runs, finished) == []
@@ -113,6 +115,7 @@ def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
         alone = tmp_path / run.name
         run_alone(run.config, alone)
         assert contents(alone) == contents(directory)
+    assert run_tasks([_threads], workers) == [("1", "1")]
 
 
 def test_the_summaries_hold_a_row_per_run(finished):
@@ -176,17 +179,13 @@ def test_another_grid_is_refused(finished, tmp_path):
         unfinished(open_sweep(edited).runs, edited)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        ({"clients": 5}, DataError, "5"),
-        ({"model": "mlp:4", "target": 0.1}, ConfigError, r"f\* is unknown for mlp:4"),
-    ],
-)
-def test_a_run_that_cannot_start_stops_all_before_the_first(workers, settings, kind, message):
-    sweep = expand({"partition": "label", **settings, "grid": {"recipe": ["gd", "lean"]}})
-    with pytest.raises(kind, match=message):
-        prepare(workers, [run.config for run in sweep.runs], None)
+def test_a_run_that_cannot_start_stops_all_before_the_first(workers):
+    few = ({"clients": 5}, DataError, "5")
+    unknown = ({"model": "mlp:4", "target": 0.1}, ConfigError, r"f\* is unknown for mlp:4")
+    for settings, kind, message in few, unknown:
+        sweep = expand({"partition": "label", **settings, "grid": {"recipe": ["gd", "lean"]}})
+        with pytest.raises(kind, match=message):
+            prepare(workers, [run.config for run in sweep.runs], None)
 
 
 def test_failures_cost_only_themselves(workers, tmp_path):
@@ -220,10 +219,6 @@ def test_failures_cost_only_themselves(workers, tmp_path):
     assert not failures
     bare = (directory / "recipe-gd" / ROUNDS).read_text()
     assert (directory / "recipe-dies" / ROUNDS).read_text() == bare
-
-
-def test_workers_compute_with_one_thread(workers):
-    assert run_tasks([_threads], workers) == [("1", "1")]
 
 
 def _threads(contact):

@@ -159,9 +159,8 @@ def test_tables_cover_what_was_counted_and_survive_the_wire(counts):
     assert table.frequencies.sum() == 1 << table.scale_bits
     assert (table.frequencies[counts > 0] > 0).all()
     written = write_table(table)
-    again, num_bytes = read_table(
-        as_array(written + b"\xff"), len(counts), table.scale_bits, table.precision
-    )
+    data, scale = as_array(written + b"\xff"), (table.scale_bits, table.precision)
+    again, num_bytes = read_table(data, len(counts), *scale)
     assert num_bytes == len(written)
     assert again.peak == table.peak
     np.testing.assert_array_equal(again.frequencies, table.frequencies)

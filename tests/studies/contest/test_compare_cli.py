@@ -387,10 +387,8 @@ def test_networks_of_the_tasks_that_are_set_aside_train_side_by_side():
     random = np.random.default_rng(0)
     motion = random.normal(size=(3, 4, 100, 6)).astype(np.float32)
     text = random.integers(0, 9, (3, 4, 12))
-    cases = (
-        (MotionRecurrence(), motion, random.integers(0, 7, (3, 4))),
-        (LongShortTermMemory(9, 4, 8), text, text),
-    )
+    cases = [(MotionRecurrence(), motion, random.integers(0, 7, (3, 4)))]
+    cases += [(LongShortTermMemory(9, 4, 8), text, text)]
     for module, features, labels in cases:
         clients = list(zip(features, labels, strict=True))
         problem = Problem.from_module(module, clients=clients, dtype="float32")

@@ -132,14 +132,7 @@ def test_claims_with_dropouts(claim, runs, expected):
     assert verdict(make_results(runs), claim, setting).verdict == expected
 
 
-def test_the_evidence_of_a_claim_counts_its_seeds():
-    one = verdict(make_results(high("aqg-2", [None] * 4, away=4)), "converges", "IID, p = 0.9")
-    assert one.verdict == DOES_NOT
-    assert "0 of 4 seeds stay within 0.001" in one.evidence
-    assert "4 end above their first loss" in one.evidence
-
-
-def test_savings_count_only_seeds_that_converge():
+def test_savings_and_evidence_count_seeds():
     laq = [logistic_run("laq", seed, 8000) for seed in range(4)]
     qgd = [logistic_run("qgd", seed, 36000) for seed in range(4)]
     good = [logistic_run("aqg-2", seed, 4800) for seed in range(4)]
@@ -153,6 +146,10 @@ def test_savings_count_only_seeds_that_converge():
     costly = [logistic_run("aqg-2", seed, 9000) for seed in range(4)]
     one = verdict(make_results([*laq, *qgd, *costly]), "Two-level AQG saves", "logistic, IID")
     assert one.verdict == DOES_NOT
+    one = verdict(make_results(high("aqg-2", [None] * 4, away=4)), "converges", "IID, p = 0.9")
+    assert one.verdict == DOES_NOT
+    assert "0 of 4 seeds stay within 0.001" in one.evidence
+    assert "4 end above their first loss" in one.evidence
 
 
 @pytest.mark.parametrize(("saved_iid", "expected"), [(0.7, DOES_NOT), (0.5, REPRODUCES)])
@@ -283,7 +280,7 @@ def test_two_machines_are_compared_run_by_run():
     assert "3 of 3 logistic verdicts above are the same." in text
 
 
-def test_table_two_is_the_papers():
+def test_table_two_is_the_papers_and_parts_can_be_chosen():
     rows = TABLE_2
     assert len(rows) == 16
     assert Counter(row.setting for row in rows) == dict.fromkeys(BLOCKS, 4)
@@ -294,6 +291,10 @@ def test_table_two_is_the_papers():
     for row in rows:
         if row.saving:
             assert row.saving == pytest.approx(1 - row.bits / laq[row.setting], abs=0.011)
+    assert parse_sections(None) == ("logistic", "rounding", "softmax", "dropouts", "network")
+    assert parse_sections("network, logistic") == ("logistic", "network")
+    assert parse_sections("table2") == ("logistic", "softmax")
+    assert {p.section for p in make_plan(QUICK, sections=("network",))} == {"network"}
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
@@ -334,13 +335,6 @@ def test_the_full_plan_has_the_papers_settings():
     draws = Counter(key_of(config)[:3] for config in by_section["rounding"])
     assert set(draws.values()) == {FULL["perturbations"] + 1}
     assert {config.seed for config in by_section["rounding"]} == {0}
-
-
-def test_parts_can_be_chosen():
-    assert parse_sections(None) == ("logistic", "rounding", "softmax", "dropouts", "network")
-    assert parse_sections("network, logistic") == ("logistic", "network")
-    assert parse_sections("table2") == ("logistic", "softmax")
-    assert {p.section for p in make_plan(QUICK, sections=("network",))} == {"network"}
 
 
 def test_features_move_by_one_unit_in_the_last_place():
