@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.linalg import hadamard as hadamard_matrix
 
+from aqg.core import grids
 from aqg.core.downlink import Condensed
-from aqg.core.grids import (
-    MAX_RADIUS,
-    MIN_STEP,
-    Grid,
-    is_valid_step,
-    nearest_power_of_two,
-    num_levels,
-    round_up_to_bfloat16,
-    value_table,
-)
+from aqg.core.grids import num_levels
 from aqg.core.kernels import measure, quantize
 from aqg.core.messages import (
     Skip,
@@ -79,7 +71,7 @@ def top(vector, k):
 
 def ternary(kept):
     """Algorithm 1 of STC's paper; the mean is rounded up."""
-    return round_up_to_bfloat16(np.abs(kept[kept != 0]).mean()) * np.sign(kept)
+    return grids.round_up_to_bfloat16(np.abs(kept[kept != 0]).mean()) * np.sign(kept)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +340,8 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     assert np.count_nonzero(before) > 8
     state, entry = publish_round(recipe, state, step)
     kept = top(before, 8)
-    mean = round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
-    expected = -nearest_power_of_two(mean) * np.sign(kept)
+    mean = grids.round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
+    expected = -grids.nearest_power_of_two(mean) * np.sign(kept)
     assert np.array_equal(entry.position.values(np.float64), expected)
     assert state.model.rest - state.parameters == pytest.approx(before)
 
@@ -430,17 +422,17 @@ ANY_WIDTH = st.integers(1, 16)
 
 def grid_step(grid, width, radius, mean_abs):
     """Return the step a client sends for a vector with this radius and mean absolute value."""
-    if grid is Grid.MIDRISE:
-        return round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
+    if grid is grids.Grid.MIDRISE:
+        return grids.round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
     if width == 1:
-        return round_up_to_bfloat16(mean_abs) if mean_abs >= MIN_STEP else 0.0
-    return round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
+        return grids.round_up_to_bfloat16(mean_abs) if mean_abs >= grids.MIN_STEP else 0.0
+    return grids.round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
 
 
 def vectors(dtype):
     """Any finite vector within the grids' range, subnormals and zeros included."""
     bits = 32 if dtype is np.float32 else 64
-    values = st.floats(-MAX_RADIUS, MAX_RADIUS, width=bits, allow_nan=False)
+    values = st.floats(-grids.MAX_RADIUS, grids.MAX_RADIUS, width=bits, allow_nan=False)
     return arrays(dtype, st.integers(1, 40), elements=values)
 
 
@@ -449,32 +441,32 @@ ANY_VECTOR = st.one_of(vectors(np.float32), vectors(np.float64))
 
 def rounded(vector, grid, width, step):
     """Return what the levels of a vector stand for, in float64."""
-    return value_table(grid, width, step, np.float64)[quantize(vector, grid, width, step)]
+    return grids.value_table(grid, width, step, np.float64)[quantize(vector, grid, width, step)]
 
 
-@given(st.floats(MIN_STEP, MAX_RADIUS))
+@given(st.floats(grids.MIN_STEP, grids.MAX_RADIUS))
 def test_step_is_the_next_bfloat16_up(value):
-    step = round_up_to_bfloat16(value)
+    step = grids.round_up_to_bfloat16(value)
     assert step >= value
     bits = np.float32(step).view(np.uint32)
     assert bits & 0xFFFF == 0
     below = np.uint32(bits - (1 << 16)).view(np.float32)
     assert float(below) < value
     assert step <= value * (1 + 2**-7)
-    assert is_valid_step(step)
+    assert grids.is_valid_step(step)
 
 
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), -1.0, 1.001, 2.0**110, 2.0**-130])
 def test_steps_no_client_can_send(step):
-    assert not is_valid_step(step)
+    assert not grids.is_valid_step(step)
 
 
-@given(ANY_WIDTH, st.sampled_from(list(Grid)), st.floats(MIN_STEP, MAX_RADIUS))
+@given(ANY_WIDTH, st.sampled_from(list(grids.Grid)), st.floats(grids.MIN_STEP, grids.MAX_RADIUS))
 def test_values_are_exact_in_float32(width, grid, raw_step):
-    step = round_up_to_bfloat16(raw_step)
+    step = grids.round_up_to_bfloat16(raw_step)
     count = num_levels(grid, width)
-    single = value_table(grid, width, step, np.float32)[:count]
-    double = value_table(grid, width, step, np.float64)[:count]
+    single = grids.value_table(grid, width, step, np.float32)[:count]
+    double = grids.value_table(grid, width, step, np.float64)[:count]
     assert np.array_equal(single.astype(np.float64), double)
     assert np.array_equal(double, -double[::-1])
     assert np.all(np.diff(double) > 0)
@@ -482,25 +474,25 @@ def test_values_are_exact_in_float32(width, grid, raw_step):
 
 @given(ANY_VECTOR, ANY_WIDTH)
 def test_midtread_never_increases_the_error(vector, width):
-    step = measure(vector, Grid.MIDTREAD, width).steps[width - 1].item()
+    step = measure(vector, grids.Grid.MIDTREAD, width).steps[width - 1].item()
     exact = vector.astype(np.float64)
-    error = rounded(vector, Grid.MIDTREAD, width, step) - exact
+    error = rounded(vector, grids.Grid.MIDTREAD, width, step) - exact
     largest = np.abs(exact).max() or 1.0  # scaled to it, squares do not underflow
     assert np.linalg.norm(error / largest) <= np.linalg.norm(exact / largest) * (1 + 1e-12)
     if width > 1:  # coordinate by coordinate, to the last bit
         assert np.all(np.abs(error) <= np.abs(exact))
 
 
-@given(ANY_VECTOR, ANY_WIDTH, st.sampled_from(list(Grid)))
+@given(ANY_VECTOR, ANY_WIDTH, st.sampled_from(list(grids.Grid)))
 def test_levels_are_the_nearest(vector, width, grid):
     """No other level is closer, up to the rounding of one division; steps are those of the grid."""
     step = measure(vector, grid, width).steps[width - 1].item()
     sizes = np.abs(vector)
     of_grid = grid_step(grid, width, float(sizes.max()), float(sizes.mean(dtype=np.float64)))
-    is_mean = width == 1 and grid is Grid.MIDTREAD  # a sum may round in another order
+    is_mean = width == 1 and grid is grids.Grid.MIDTREAD  # a sum may round in another order
     assert step == (pytest.approx(of_grid, rel=1 / 128) if is_mean else of_grid)
     levels = quantize(vector, grid, width, step)
-    table = value_table(grid, width, step, np.float64)[: num_levels(grid, width)]
+    table = grids.value_table(grid, width, step, np.float64)[: num_levels(grid, width)]
     distance = np.abs(table[:, None] - vector.astype(np.float64))
     best = distance.min(axis=0)
     chosen = distance[levels, np.arange(len(vector))]
@@ -516,7 +508,7 @@ SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
     st.integers(0, 2**32 - 1),
     SCALES,
     st.sampled_from([np.float32, np.float64]),
-    st.sampled_from(list(Grid)),
+    st.sampled_from(list(grids.Grid)),
     st.integers(1, 8),
 )
 def test_all_widths_in_one_pass(size, seed, scale, dtype, grid, max_width):
@@ -539,7 +531,7 @@ def test_all_widths_in_one_pass(size, seed, scale, dtype, grid, max_width):
 
 @given(
     arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 50)), elements=st.floats(-9, 9)),
-    st.sampled_from(list(Grid)),
+    st.sampled_from(list(grids.Grid)),
 )
 def test_leading_axes_equal_single_rows(rows, grid):
     together = measure(rows[None], grid, 4)
@@ -555,6 +547,6 @@ def test_leading_axes_equal_single_rows(rows, grid):
 def test_bad_values_are_seen_and_do_not_spread(bad, dtype):
     rows = np.ones((3, 5000), dtype)
     rows[1, 4321] = bad
-    stats = measure(rows, Grid.MIDTREAD, 4)
+    stats = measure(rows, grids.Grid.MIDTREAD, 4)
     assert stats.in_range.tolist() == [True, False, True]
     assert stats.squared_norm[[0, 2]].tolist() == [5000.0, 5000.0]

@@ -52,17 +52,7 @@ from aqg.core.track import (
 from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
-from aqg.wire.entry import (
-    Merger,
-    decode_snapshot,
-    encode_entry,
-    encode_log,
-    encode_snapshot,
-    follow_log,
-    known_velocity,
-    log_rounds,
-    log_since,
-)
+from aqg.wire import entry as wire
 from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.problems import tiny_problem
@@ -280,12 +270,12 @@ def test_rounding_is_the_same_everywhere():
 
 def written(held, entries):
     pairs = zip(held[:-1], entries, strict=True)
-    return [encode_entry(entry, known_velocity(public)) for public, entry in pairs]
+    return [wire.encode_entry(entry, wire.known_velocity(public)) for public, entry in pairs]
 
 
 def merged(held, data, first):
     """Return the frame of all entries from the one of this place on."""
-    merger = Merger(held[-1])
+    merger = wire.Merger(held[-1])
     is_whole = all(merger.add(entry) for entry in reversed(data[first:]))
     return merger.frame() if is_whole else None
 
@@ -308,12 +298,12 @@ def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius, seed)
         assert (frame is None) == (len(names) > 1 or bool(names and says[0] < names[0]))
         if frame is None:
             continue
-        assert log_rounds(frame) == range(first + 1, len(data) + 1)
-        assert content(follow_log(frame, held[first], RECIPE.movement)) == content(held[-1])
-        assert log_since(frame, first + 1) == frame
-        assert log_since(frame, len(data) + 1) == encode_log(len(data) + 1, [])
+        assert wire.log_rounds(frame) == range(first + 1, len(data) + 1)
+        assert content(wire.follow_log(frame, held[first], RECIPE.movement)) == content(held[-1])
+        assert wire.log_since(frame, first + 1) == frame
+        assert wire.log_since(frame, len(data) + 1) == wire.encode_log(len(data) + 1, [])
         with pytest.raises(WireError, match="the model here is at"):
-            follow_log(frame, held[first + 1], RECIPE.movement)
+            wire.follow_log(frame, held[first + 1], RECIPE.movement)
 
 
 def test_a_client_gets_what_is_shorter():
@@ -330,7 +320,7 @@ def test_a_client_gets_what_is_shorter():
     assert not ModelLog(1, data).deliver(5, lambda: bytes(10_000), lambda: held[-1]).merged
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
     with pytest.raises(WireError, match="merged that move a velocity"):
-        follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
+        wire.follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
 
 
 def never():
@@ -368,7 +358,7 @@ def test_marks_follow_entries(steps, dtype, radius, seed):
             assert public_digest(changed.marked()) != public_digest(public)
     frame = merged(held, data, 0)
     if frame is not None:
-        found = follow_log(frame, held[0], RECIPE.movement)
+        found = wire.follow_log(frame, held[0], RECIPE.movement)
         assert public_digest(found) == public_digest(held[-1])
 
 
@@ -534,14 +524,14 @@ def test_everyone_sends_or_is_skipping_or_is_out_of_range(clients, max_staleness
 
 
 def test_golden_bytes():
-    assert encode_entry(Entry(5), None).hex() == "00"
-    assert encode_entry(Entry(5, is_step=False), None).hex() == "10"
-    assert encode_entry(Entry(5, movement=1.5, is_rounded=True), None).hex() == "04c03f"
-    assert encode_entry(Entry(5, quantum=2.0**-20), None).hex() == "2027"
+    assert wire.encode_entry(Entry(5), None).hex() == "00"
+    assert wire.encode_entry(Entry(5, is_step=False), None).hex() == "10"
+    assert wire.encode_entry(Entry(5, movement=1.5, is_rounded=True), None).hex() == "04c03f"
+    assert wire.encode_entry(Entry(5, quantum=2.0**-20), None).hex() == "2027"
     short = Entry(5, None, of_position(0), 2.0)
-    assert encode_entry(short, None).hex() == "0e0000000000000040" + GOLDEN_POSITION
-    assert encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
-    snapshot = encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
+    assert wire.encode_entry(short, None).hex() == "0e0000000000000040" + GOLDEN_POSITION
+    assert wire.encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
+    snapshot = wire.encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
     assert snapshot.hex() == GOLDEN_SNAPSHOT
 
 
@@ -552,18 +542,18 @@ GOLDEN_SNAPSHOT = "730101000004000501000400050100023de3b4e89f8a"
 
 def test_what_is_out_of_order_is_named():
     written, after = entries(start())
-    log = encode_log(1, written)
+    log = wire.encode_log(1, written)
     with pytest.raises(WireError, match="begins with round 1; the model here is at 13"):
-        follow_log(log, after, MOVEMENT)
+        wire.follow_log(log, after, MOVEMENT)
     with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
-        follow_log(encode_log(4, written[3:]), start(), MOVEMENT)
+        wire.follow_log(wire.encode_log(4, written[3:]), start(), MOVEMENT)
     with pytest.raises(WireError, match="changes a velocity; this model has none"):
-        follow_log(log, start("auto"), MOVEMENT)
+        wire.follow_log(log, start("auto"), MOVEMENT)
     with pytest.raises(MessageError, match="changes a velocity; the model of this recipe"):
         advance(start("auto"), Entry(1, of_velocity(0)), MOVEMENT)
-    snapshot = encode_snapshot(after, start().parameters)
+    snapshot = wire.encode_snapshot(after, start().parameters)
     with pytest.raises(WireError, match="relative to a starting model"):
-        decode_snapshot(snapshot, start(), None)
+        wire.decode_snapshot(snapshot, start(), None)
     with pytest.raises(MessageError, match="entry 3 cannot follow"):
         advance(start(), Entry(3), MOVEMENT)
 
@@ -579,7 +569,7 @@ def test_the_head_of_an_entry_is_checked():
         ("20fe01", r"a quantum of 2\^127; exponents go from -126 to 101"),
     ):
         with pytest.raises(WireError, match=message):
-            follow_log(encode_log(1, [bytes.fromhex(entry)]), start(), MOVEMENT)
+            wire.follow_log(wire.encode_log(1, [bytes.fromhex(entry)]), start(), MOVEMENT)
 
 
 def test_entries_of_another_run_are_refused():
@@ -591,11 +581,11 @@ def test_entries_of_another_run_are_refused():
     big = first._replace(track=track)
     levels = (3 - 2 * rows).astype(np.uint8)
     entry = Entry(1, Upload(levels, 0.125, 3, Grid.MIDTREAD), None, 1.0)
-    log = encode_log(1, [encode_entry(entry, known_velocity(big))])
-    assert follow_log(log, big, MOVEMENT).round == 2
+    log = wire.encode_log(1, [wire.encode_entry(entry, wire.known_velocity(big))])
+    assert wire.follow_log(log, big, MOVEMENT).round == 2
     changed = big._replace(track=track._replace(velocity=np.roll(track.velocity, 1)))
     with pytest.raises(WireError, match="another reference"):
-        follow_log(log, changed, MOVEMENT)
+        wire.follow_log(log, changed, MOVEMENT)
 
 
 NUMBERS = st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300])

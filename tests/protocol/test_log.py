@@ -17,17 +17,8 @@ from aqg.core.round import init_client, respond
 from aqg.core.server import Step, take_message
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, RunError, WireError
+from aqg.protocol import follower
 from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import (
-    STATE_DIGEST_BYTES,
-    LostError,
-    Parcel,
-    Terms,
-    first_held,
-    follow,
-    holding_of,
-    public_digest,
-)
 from aqg.protocol.log import LogState, ModelLog, Publisher
 from aqg.protocol.messages import order_from_bytes, to_bytes
 from aqg.protocol.mirrors import ClientMirror, answer, find_base, max_frame_bytes
@@ -106,7 +97,7 @@ class Book(MirrorBook):
         recipe, start = make_recipe(recipe), np.random.default_rng(1).standard_normal(SIZE)
         step = Step(0.1, optimizer=make_optimizer(optimizer), downlink=downlink)
         book = Book.first(recipe, start.astype(np.float32), np.ones(3), step)
-        book.terms, book.rng = Terms(recipe, SIZE, "float32"), np.random.default_rng(2)
+        book.terms, book.rng = follower.Terms(recipe, SIZE, "float32"), np.random.default_rng(2)
         return book
 
     @property
@@ -127,7 +118,7 @@ class Book(MirrorBook):
             self.step()
 
     def follow(self, client, held):
-        public = follow(self.terms, self.parcel(client), held, lambda: self.start)
+        public = follower.follow(self.terms, self.parcel(client), held, lambda: self.start)
         self.publisher.followed(client)
         return public
 
@@ -143,14 +134,14 @@ def quantized(recipe, vector):
 )
 def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
     book = Book.of(recipe, downlink, "momentum")
-    held = [first_held(book.terms, lambda: book.start)] * 3
+    held = [follower.first_held(book.terms, lambda: book.start)] * 3
     for pause in (1, 10, 1000):
         for _ in range(pause):
             held[0] = book.follow(0, held[0])
             book.pass_rounds()
         parcel = book.parcel(1)
         held[1] = book.follow(1, held[1])
-        assert public_digest(held[1]) == public_digest(book.public)
+        assert follower.public_digest(held[1]) == follower.public_digest(book.public)
         size = len(parcel.snapshot) + len(parcel.log)
         assert size < 4 * SIZE * (pause + 5)
         if pause == 1:
@@ -170,16 +161,18 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
 )
 def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
     book = Book.of(recipe, downlink)
-    held = [first_held(book.terms, lambda: book.start)]
+    held = [follower.first_held(book.terms, lambda: book.start)]
     for _ in range(5):
         book.pass_rounds()
         parcel = book.parcel(0)  # no reply arrives: the server thinks that it holds round 1
         assert log_rounds(parcel.log).start == 1
-        held.append(follow(book.terms, parcel, held[-1], lambda: None))
-    assert public_digest(held[-1]) == book.publisher.digest
-    old = Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
-    with pytest.raises(LostError, match="round 6 is held here, which is later than round 4"):
-        follow(book.terms, old, held[-1], lambda: None)
+        held.append(follower.follow(book.terms, parcel, held[-1], lambda: None))
+    assert follower.public_digest(held[-1]) == book.publisher.digest
+    old = follower.Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
+    with pytest.raises(
+        follower.LostError, match="round 6 is held here, which is later than round 4"
+    ):
+        follower.follow(book.terms, old, held[-1], lambda: None)
     with pytest.raises(WireError, match="the log has rounds 1 to 5, not 7"):
         log_since(parcel.log, 7)
 
@@ -187,14 +180,14 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
 def test_a_snapshot_is_relative_to_a_start_that_a_client_has():
     book = Book.of("laq", Exact())
     book.pass_rounds(7)
-    book.publisher.lost(1, holding_of(book.terms, None, lambda: book.start))
+    book.publisher.lost(1, follower.holding_of(book.terms, None, lambda: book.start))
     relative = book.parcel(1)
-    book.publisher.lost(1, holding_of(book.terms, None, lambda: None))
+    book.publisher.lost(1, follower.holding_of(book.terms, None, lambda: None))
     absolute = book.parcel(1)
     assert (relative.snapshot[1], absolute.snapshot[1]) == (1, 0)
     for parcel in (relative, absolute):
-        public = follow(book.terms, parcel, None, lambda: book.start)
-        assert public_digest(public) == book.publisher.digest
+        public = follower.follow(book.terms, parcel, None, lambda: book.start)
+        assert follower.public_digest(public) == book.publisher.digest
 
 
 def test_the_log_comes_back_from_arrays():
@@ -205,7 +198,7 @@ def test_the_log_comes_back_from_arrays():
     assert again[1:6] == state[1:6]
     assert again.positions.tolist() == state.positions.tolist()
     arrays = to_arrays(state)
-    arrays["digests"] = arrays["digests"][:STATE_DIGEST_BYTES]
+    arrays["digests"] = arrays["digests"][: follower.STATE_DIGEST_BYTES]
     with pytest.raises(RunError, match="digests has 4 bytes; its parts have"):
         from_arrays(LogState, arrays)
     with pytest.raises(RunError, match="3 digests for 3 entries"):
@@ -331,21 +324,21 @@ class KeepsItsLogWhenItCrashes(World):
 
 
 def follow_without_digests(terms, parcel, held, start):
-    public = held or first_held(terms, start)
+    public = held or follower.first_held(terms, start)
     try:
         if parcel.snapshot:
             public = decode_snapshot(parcel.snapshot, terms.blank(), start())
         if public is None:
-            raise LostError("nothing is held")
+            raise follower.LostError("nothing is held")
         log = log_since(parcel.log, public.round)
         return follow_log(log, public, terms.recipe.movement)
     except WireError as error:
-        raise LostError(str(error)) from error
+        raise follower.LostError(str(error)) from error
 
 
 def follow_with_digests_after_a_pause(terms, parcel, held, start):
     if held is None or parcel.round != held.round + 1 or parcel.snapshot:
-        return follow(terms, parcel, held, start)
+        return follower.follow(terms, parcel, held, start)
     return follow_without_digests(terms, parcel, held, start)  # one entry: what could go wrong
 
 

@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 from aqg.core.grids import num_levels
 from aqg.core.track import direction_of
 from aqg.errors import WireError
+from aqg.wire import rans
 from aqg.wire.bitpack import packed_size
 from aqg.wire.context import MAX_HINT, decode, encode, find_lags, make_hints
-from aqg.wire.rans import (
-    STATE_BYTES,
-    Table,
-    choose_table,
-    decode_symbols,
-    encode_symbols,
-    least_bits,
-    read_table,
-    write_table,
-)
 from aqg.wire.sections import (
     GROUPED_LENGTH,
     SHORTEST_CODED_BYTES,
@@ -155,12 +146,12 @@ counts_lists = st.lists(st.integers(0, 3) | st.integers(0, 10**6), min_size=1, m
 @settings(deadline=None)
 @given(counts_lists)
 def test_tables_cover_what_was_counted_and_survive_the_wire(counts):
-    table, _ = choose_table(counts)
+    table, _ = rans.choose_table(counts)
     assert table.frequencies.sum() == 1 << table.scale_bits
     assert (table.frequencies[counts > 0] > 0).all()
-    written = write_table(table)
+    written = rans.write_table(table)
     data, scale = as_array(written + b"\xff"), (table.scale_bits, table.precision)
-    again, num_bytes = read_table(data, len(counts), *scale)
+    again, num_bytes = rans.read_table(data, len(counts), *scale)
     assert num_bytes == len(written)
     assert again.peak == table.peak
     np.testing.assert_array_equal(again.frequencies, table.frequencies)
@@ -172,15 +163,15 @@ def test_size_is_the_information_content(lanes, entropy_bits):
     random = np.random.default_rng(7)
     p = laplace_probabilities(256, entropy_bits)
     symbols = random.choice(256, 200_000, p=p).astype(np.uint8)
-    table, _ = choose_table(np.bincount(symbols, minlength=256))
+    table, _ = rans.choose_table(np.bincount(symbols, minlength=256))
     # Under the table, no coder can do better.
     information = -np.log2(table.frequencies[symbols] / 2.0**table.scale_bits).sum() / 8
-    size = len(encode_symbols(symbols, table, lanes))
+    size = len(rans.encode_symbols(symbols, table, lanes))
     # The states hold the last bits; a word is 2 bytes. Nothing else may be lost.
-    assert information - 1 <= size <= information * 1.0002 + lanes * STATE_BYTES + 2
+    assert information - 1 <= size <= information * 1.0002 + lanes * rans.STATE_BYTES + 2
     # And the table itself must be near the best one there is.
     best = len(symbols) * measured_entropy(symbols) / 8
-    assert information + len(write_table(table)) <= 1.002 * best + 40
+    assert information + len(rans.write_table(table)) <= 1.002 * best + 40
 
 
 @pytest.mark.parametrize("width", range(1, 9))
@@ -206,8 +197,8 @@ def test_sections_come_back(width, length):
 def coded(lanes):
     p = laplace_probabilities(15, 1.5)
     symbols = np.random.default_rng(1).choice(15, 1000, p=p).astype(np.uint8)
-    table, _ = choose_table(np.bincount(symbols, minlength=15))
-    return encode_symbols(symbols, table, lanes), table, symbols
+    table, _ = rans.choose_table(np.bincount(symbols, minlength=15))
+    return rans.encode_symbols(symbols, table, lanes), table, symbols
 
 
 @pytest.mark.parametrize("lanes", [1, 8])
@@ -221,20 +212,20 @@ def test_every_way_to_end_wrongly_is_named(lanes):
         (data, 999, r"begin|need more|end after|began"),
     ):
         with pytest.raises(WireError, match=reason):
-            decode_symbols(as_array(damaged), table, lanes, symbols[:length].copy())
+            rans.decode_symbols(as_array(damaged), table, lanes, symbols[:length].copy())
 
 
 def test_bad_tables_are_refused_and_a_single_symbol_costs_nothing_else():
-    good = write_table(Table(np.array([6, 458, 48]), peak=1, scale_bits=9, precision=1))
+    good = rans.write_table(rans.Table(np.array([6, 458, 48]), peak=1, scale_bits=9, precision=1))
     for data in (b"", good[:1], b"\xff\xff", b"\0" * 40):
         with pytest.raises(WireError, match="table for 3 symbols is damaged"):
-            read_table(as_array(data), 3, 9, 1)
+            rans.read_table(as_array(data), 3, 9, 1)
     # Frequencies that leave nothing for the peak.
-    full = write_table(Table(np.array([256, 0, 256]), peak=1, scale_bits=9, precision=1))
+    full = rans.write_table(rans.Table(np.array([256, 0, 256]), peak=1, scale_bits=9, precision=1))
     with pytest.raises(WireError, match="damaged"):
-        read_table(as_array(full), 3, 9, 1)
+        rans.read_table(as_array(full), 3, 9, 1)
     with pytest.raises(WireError, match="unused bits"):
-        read_table(as_array(good[:-1] + bytes([good[-1] | 0x80])), 3, 9, 1)
+        rans.read_table(as_array(good[:-1] + bytes([good[-1] | 0x80])), 3, 9, 1)
 
     symbols = np.full(1_000_000, 7, np.uint8)
     section = encode_section(symbols, Alphabet(4, 15))
@@ -255,8 +246,8 @@ def test_short_sections_are_packed_unless_one_symbol_is_all(width):
             symbols[place] = 0
             section = encode_section(symbols, Alphabet(width, 1 << width))
             assert (section[0], len(section)) == (Method.PACKED, packed)
-            table, _ = choose_table(np.array([1, length - 1]))
-            coded = write_table(table) + encode_symbols(symbols, table, lanes=1)
+            table, _ = rans.choose_table(np.array([1, length - 1]))
+            coded = rans.write_table(table) + rans.encode_symbols(symbols, table, lanes=1)
             assert 1 + len(coded) >= SHORTEST_CODED_BYTES
 
 
@@ -264,4 +255,4 @@ def test_short_sections_are_packed_unless_one_symbol_is_all(width):
 @given(st.lists(st.integers(0, 300), min_size=2, max_size=256).filter(any))
 def test_no_table_needs_fewer_than_the_least_bits(counts):
     array = np.array(counts)
-    assert least_bits(array) <= choose_table(array)[1] + 1e-6
+    assert rans.least_bits(array) <= rans.choose_table(array)[1] + 1e-6
