@@ -119,7 +119,6 @@ SPECS = {
         "dadaquant:phi=1": "phi is 1; it must be in 2..10000",
         "dadaquant:phi=nan": "phi of recipe 'dadaquant' is 'nan'; it must be a whole number",
         "dadaquant:psi=1": "psi is 1.0; it must be at least 0 and below 1",
-        "fp16:keep=1": "has no option 'keep'",
         "qsgd:bucket=0.5": "bucket of recipe 'qsgd' is '0.5'; it must be a whole number",
     },
     objective: {

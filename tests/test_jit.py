@@ -58,9 +58,8 @@ def test_a_kernel_that_is_compiled_is_announced_once_and_then_cached(tmp_path):
 @pytest.mark.parametrize("home_is_writable", [True, False])
 def test_kernels_work_where_the_package_cannot_be_written(tmp_path, home_is_writable):
     package = tmp_path / "aqg"
-    shutil.copytree(
-        Path(aqg.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(aqg.__file__).parent, package, ignore=ignored)
     for folder in [package, *package.rglob("*")]:
         if folder.is_dir():
             (folder / "__pycache__").write_text("no directory can be made here")

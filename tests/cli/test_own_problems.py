@@ -284,6 +284,7 @@ REFUSED = {
     "theory --rounds 0": "rounds is 0; it must be at least 1",
     "recipes nosuch": "unexpected extra argument",
     "flower demo --nodes 0": "nodes is 0; it must be at least 1",
+    "flower demo --out full": "'full' is not empty",
 }
 
 

@@ -130,16 +130,12 @@ def test_the_budget_is_as_large_as_updates_agree(case, agreement, nu):
     """Found from what was sent, as the server does."""
     own = np.random.default_rng(2).standard_normal((8, 20_000))
     same = np.random.default_rng(3).standard_normal(20_000)
-    vectors = {
-        "independent": own,
-        "equal": np.tile(same, (8, 1)),
-        "half": (own + same) / math.sqrt(2),
-        "cancelling": np.array([(-1.0) ** m * same for m in range(8)]),
-    }[case]
+    vectors = {"independent": own, "equal": np.tile(same, (8, 1)), "half": (own + same) / 2**0.5}
+    vectors["cancelling"] = np.array([(-1.0) ** m * same for m in range(8)])
     budget = first_budget(nu)
     assert budget.noise == nu
     for number in range(8):
-        budget = budget.after(nu, *sums_of(vectors, budget.noise, number), most=8)
+        budget = budget.after(nu, *sums_of(vectors[case], budget.noise, number), most=8)
     assert budget.noise == pytest.approx(nu * agreement, rel=0.1, abs=0.1 * nu)
 
 

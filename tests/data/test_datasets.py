@@ -1,7 +1,5 @@
 """Datasets, built-in and from files, downloads, and partitions: what comes, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import hashlib
@@ -279,13 +277,6 @@ def test_bad_download_is_one_line_and_leaves_nothing(path, name, reason, server,
     refused(remote(server, path, name=name), tmp_path, server.url(path), reason, "AQG_DATA_DIR")
 
 
-def test_no_server_at_all(tmp_path):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
-        url = f"http://127.0.0.1:{closed.server_port}/good.gz"
-    file = RemoteFile("set/file.gz", DIGEST, (url, "no-scheme"))
-    refused(file, tmp_path, "ConnectionError", "no-scheme (MissingSchema")
-
-
 @pytest.mark.parametrize("damaged", [gzip.compress(b"other"), GOOD[:-12], b"", b"<html>login"])
 def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
     path = tmp_path / "file.gz"
@@ -295,7 +286,7 @@ def test_damaged_file_is_reported_and_left_alone(damaged, server, tmp_path):
     assert server.requested == []
 
 
-def test_places_that_cannot_be_read_or_written(server, tmp_path):
+def test_places_that_cannot_be_read_or_written_and_no_server_at_all(server, tmp_path):
     file = remote(server, "/good.gz", name="file.gz")
     server.meanwhile = (tmp_path / "file.gz").mkdir  # somebody takes the name during the download
     with pytest.raises(DataError, match=r"cannot write .*AQG_DATA_DIR"):
@@ -305,6 +296,11 @@ def test_places_that_cannot_be_read_or_written(server, tmp_path):
     for directory in ("a-file", "."):
         with pytest.raises(DataError, match="cannot read"):
             read_content(file, tmp_path / directory)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        url = f"http://127.0.0.1:{closed.server_port}/good.gz"
+    file = RemoteFile("set/file.gz", DIGEST, (url, "no-scheme"))
+    refused(file, tmp_path, "ConnectionError", "no-scheme (MissingSchema")
 
 
 def test_a_good_file_is_enough_whoever_put_it_there(server, tmp_path):

@@ -3,8 +3,6 @@
 python tests/flower/simulation.py ROUNDS NAME...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Ordinary Flower apps of NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

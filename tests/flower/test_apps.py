@@ -87,9 +87,8 @@ def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink)
     assert np.array_equal(federation.run(), simulation.parameters)
 
 
-scalars = st.one_of(
-    st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=40)
-)
+scalars = st.integers(-(2**63), 2**63 - 1) | st.floats()
+scalars |= st.text(max_size=9) | st.binary(max_size=40)
 records = st.one_of(
     st.dictionaries(st.text(max_size=9) | st.just("bytes"), scalars, max_size=3).map(ConfigRecord),
     st.binary(max_size=40).map(

@@ -1,7 +1,5 @@
 """The drop-in with every kind of strategy, in memory: real messages, really serialized."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

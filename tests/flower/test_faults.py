@@ -179,7 +179,7 @@ def unpatient(federation):
 
 
 NO_ENTRIES, FOREIGN = encode_log(3, []), encode_log(2, [b"\x10"])
-TEXT = ConfigRecord({"bytes": "nothing"})
+TEXT, FOUR_ERRORS = ConfigRecord({"bytes": "nothing"}), {"error": [(k, 1) for k in range(1, 5)]}
 FAULTS = {
     "a lost reply": (replied(lambda _: LOST), LOSES_AN_UPLOAD, ""),
     "more nodes that claim a partition": (
@@ -219,10 +219,10 @@ FAULTS = {
         REJECTED,
         "it has answered a later order already",
     ),
-    "orders that cannot be read": (
+    "struck orders": (
         ordered(strike, range(1, 5)),
-        {"error": [(k, 1) for k in range(1, 5)]},
-        "the checksum of the envelope is wrong",
+        FOUR_ERRORS,
+        "checksum of the envelope is wrong",
     ),
 }
 

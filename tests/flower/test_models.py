@@ -76,9 +76,8 @@ def own_training(make, steps=3, seen=None, **options):
                 loss.backward()
                 optimizer.step()
             if seen is not None:
-                seen.setdefault(client, []).append(
-                    {k: v.detach().clone() for k, v in module.state_dict().items()}
-                )
+                state = {k: v.detach().clone() for k, v in module.state_dict().items()}
+                seen.setdefault(client, []).append(state)
             return loss.item()
 
         def evaluate(module):
@@ -276,6 +275,7 @@ def as_vector(module):
     return ModelLayout.of(module).flatten(module)
 
 
+WITHOUT_STATISTICS = "statistics such as '1.running_mean'|give make_server_app the module"
 REFUSED = {
     "another base": (Adapted(), own_training(lambda: Adapted(seed=5)), "differ from the server's"),
     "another architecture": (
@@ -283,11 +283,7 @@ REFUSED = {
         own_training(lambda: bottleneck(2, 8)),
         "the server's model is another: '0.weight' (2, 6) float32 of Sequential has shape (4, 6)",
     ),
-    "a vector without statistics": (
-        as_vector(normalized()),
-        own_training(normalized),
-        "statistics such as '1.running_mean'|give make_server_app the module",
-    ),
+    "no statistics": (as_vector(normalized()), own_training(normalized), WITHOUT_STATISTICS),
     "no buffers": (as_vector(Adaptive()), own_training(Adaptive), "training changes buffers of"),
     "statistics": (normalized(), own_training(normalized, statistics="local"), "are 'local' here"),
 }

@@ -1,7 +1,5 @@
 """Our own strategy with ordinary Flower clients, and what they hold on disk and in memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

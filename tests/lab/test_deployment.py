@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aqg.cli.app import run_app
 from aqg.flower.demo import digits_config
 from aqg.runs.setup import build_problem, make_simulation
 
@@ -293,12 +292,6 @@ def test_the_demonstration_counts_its_bytes(tmp_path):
     for name in ("upload_bytes", "download_bytes", "total_bytes"):
         assert result[name] == sum(node[name] for node in result["nodes"])
     assert result["final_loss"] < records[0].loss
-
-
-def test_the_demonstration_keeps_what_is_there(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    assert run_app(["flower", "demo", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("aqg: error: output directory")
 
 
 def processes_with(text):

@@ -611,9 +611,8 @@ def test_token_ids_several_labels_and_images_are_learned():
     assert simulation.problem.measure(simulation.parameters)["accuracy"] > 0.8
 
     random = np.random.default_rng(3)
-    clients = tuple(
-        Samples(random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3)
-    )
+    drawn = ((random.normal(size=(10, 2, 4, 4)), random.integers(0, 3, 10)) for _ in range(3))
+    clients = tuple(Samples(*samples) for samples in drawn)
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3))
     for device in "cpu", "torch:cpu":
         problem = problem_of(Objective.from_module(module), clients)

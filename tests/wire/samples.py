@@ -126,9 +126,8 @@ def field_messages(draw):
     if draw(st.booleans()):
         vector = np.resize(np.repeat(vector, 9), length)
     share = draw(st.sampled_from([0.0, 0.01, 0.2, 1.0]))
-    return field_message(
-        draw(st.sampled_from(FIELD_MODES)), vector, share, draw(st.integers(0, 2**32 - 1))
-    )
+    mode, seed = draw(st.sampled_from(FIELD_MODES)), draw(st.integers(0, 2**32 - 1))
+    return field_message(mode, vector, share, seed)
 
 
 def messages():

@@ -98,9 +98,8 @@ def answer(job):
         return summary(8 / (setting.multiplier or 1), 1000, job.config.rounds, top=top)
     half = {"stc": 2.0, "qsgd": 8.0}.get(recipe, 2.2)
     size = 3 if "0.003" in setting.spec else 5
-    return summary(
-        half, size, job.config.rounds, ending="rounds" if recipe == "qsgd" else "reached"
-    )
+    ending = "rounds" if recipe == "qsgd" else "reached"
+    return summary(half, size, job.config.rounds, ending=ending)
 
 
 def run_all(plan, reply=answer):
@@ -316,9 +315,8 @@ def test_a_comparison_grows_and_has_parts():
     comparison = compared("lean,gd", local, seeds=2, search=True)
     grown = comparison.extended([FIXED, local], ["stc", "gd"], seeds=5)
     assert grown == compared("lean,stc,gd", FIXED, local, seeds=5, search=True)
-    assert comparison.extended((), (), None) == grown.narrowed([local], ["gd", "lean"]).extended(
-        (), (), 2
-    )
+    narrow = grown.narrowed([local], ["gd", "lean"])
+    assert comparison.extended((), (), None) == narrow.extended((), (), 2)
     dropouts = select_tasks(["softmax-label-dropout"])[0]
     pairs = set(compared("aqg-augmented", FIXED, dropouts).pairs())
     assert ("aqg-augmented", dropouts) in pairs
