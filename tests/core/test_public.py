@@ -319,8 +319,9 @@ def test_a_client_gets_what_is_shorter():
     assert found.num_bytes < len(log.frame(5))
     assert not ModelLog(1, data).deliver(5, lambda: bytes(10_000), lambda: held[-1]).merged
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
+    whole = merged(held, data, 0)
     with pytest.raises(WireError, match="merged that move a velocity"):
-        wire.follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
+        wire.follow_log(whole, init_public(make_recipe("lean"), start), RECIPE.movement)
 
 
 def never():
