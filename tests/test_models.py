@@ -168,9 +168,8 @@ def make_mlp():
 
 
 def make_cnn():
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 10)
-    )
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
 def make_transformer():

@@ -491,9 +491,8 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             envelope.add("arrays", FULL if is_full else COMPRESSED, part)
             if is_full:
                 content["arrays"] = record_of(channel.copied().items())
-            message = Message(
-                RecordDict({**content, RECORD: pack(envelope)}), NODE, "train", ttl=60.0
-            )
+            content[RECORD] = pack(envelope)
+            message = Message(RecordDict(content), NODE, "train", ttl=60.0)
             message.metadata.__dict__["_message_id"] = str(number)
             del content
             reply = app(message, context)

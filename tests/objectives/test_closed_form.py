@@ -62,9 +62,8 @@ def textbook_losses(model, params, features, labels, l2, scaling, layout):
         else:
             if model.startswith("mlp"):
                 x = torch.relu(x @ tensors[0] + tensors[1])
-            loss = torch.nn.functional.cross_entropy(
-                x @ tensors[-2] + tensors[-1], y, reduction="sum"
-            )
+            scores = x @ tensors[-2] + tensors[-1]
+            loss = torch.nn.functional.cross_entropy(scores, y, reduction="sum")
         if scaling == "mean":
             loss = loss / len(y)
         losses.append(loss + l2 / 2 * (params**2).sum())
@@ -286,9 +285,8 @@ def test_agrees_with_an_independent_solver(model, num_classes, l2, scaling):
         return np.mean(each, axis=0)
 
     # Newton's conjugate gradients share nothing with L-BFGS.
-    found = optimize.minimize(
-        average, np.zeros(objective.num_params), jac=gradient, method="Newton-CG", tol=1e-10
-    )
+    start, how = np.zeros(objective.num_params), {"method": "Newton-CG", "tol": 1e-10}
+    found = optimize.minimize(average, start, jac=gradient, **how)
     assert optimum.value == pytest.approx(found.fun, abs=1e-9)
 
 

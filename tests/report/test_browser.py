@@ -129,9 +129,8 @@ def test_toggling_a_recipe_hides_it_in_all_plots(page):
     assert chip(page, "lean").get_attribute("aria-pressed") == "false"
     for plot in PLOTS:
         assert recipes_drawn(page, plot) == [r for r in everywhere[plot] if r != index], plot
-    shown = page.locator("#activity-columns figure").evaluate_all(
-        "f => f.map(n => n.dataset.recipe)"
-    )
+    columns = page.locator("#activity-columns figure")
+    shown = columns.evaluate_all("f => f.map(n => n.dataset.recipe)")
     assert index not in shown
     assert page.locator("#activity-columns option", has_text="lean").count() == 0
     assert page.locator("#results-table tr.off").count() == 1

@@ -256,9 +256,8 @@ def test_thinning_keeps_ends_and_extremes_and_covers_the_band(y, limit, scale):
     assert (band.median <= band.high).all()
 
 
-widths_of_runs = hnp.arrays(
-    np.int16, st.tuples(st.integers(0, 50), st.integers(1, 12)), elements=st.integers(-1, 4)
-)
+sizes = st.tuples(st.integers(0, 50), st.integers(1, 12))
+widths_of_runs = hnp.arrays(np.int16, sizes, elements=st.integers(-1, 4))
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))
