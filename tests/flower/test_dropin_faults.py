@@ -305,9 +305,7 @@ def test_nodes_can_be_moved_one_by_one(plain_nodes, caplog):
 # The end of a run.
 
 
-def test_nodes_forget_a_run_that_ended_well_unless_they_remember_in_the_context(
-    tmp_path, monkeypatch
-):
+def test_nodes_forget_a_run_that_ended_well_unless_it_is_in_the_context(tmp_path, monkeypatch):
     def notes():
         return sorted((tmp_path / "state").glob("node-*/*/state.json"))
 

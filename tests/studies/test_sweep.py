@@ -102,9 +102,7 @@ def test_names_stay_unique_and_short(tmp_path):
     assert all(len(name) <= 120 and "/" not in name for name in names)
 
 
-def test_every_run_equals_a_run_of_its_own_and_computes_with_one_thread(
-    finished, tmp_path, workers
-):
+def test_every_run_equals_a_run_of_its_own_with_one_thread(finished, tmp_path, workers):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
     assert unfinished(sweep.runs, finished) == []

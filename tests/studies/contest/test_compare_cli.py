@@ -189,9 +189,7 @@ def test_federated_averagings_plateau_from_its_start_to_its_tables(data_dir, tmp
     assert "heart has no target yet" in capsys.readouterr().out
 
 
-def test_data_of_ones_own_are_a_task_without_code_and_an_accuracy_must_be_measured(
-    tmp_path, folder
-):
+def test_own_data_are_a_task_without_code_and_an_accuracy_must_be_measured(tmp_path, folder):
     file = tmp_path / "own.npz"
     np.savez(file, x_train=np.eye(6), y_train=np.arange(6) % 3, client=np.arange(6) % 3)
     task = make_own_task({"dataset": str(file)}, Target("loss", 0.6))
