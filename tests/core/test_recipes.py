@@ -342,9 +342,8 @@ REFUSED = [
 def test_what_is_refused(function, arguments, complaint):
     """In one line that names the value; the server's state stays as it was."""
     kind = {answer: GradientError, finish: ConfigError, begin: ConfigError, client_of: ConfigError}
-    wrong = kind.get(
-        function, WireError if complaint in (None, "expected_length is") else MessageError
-    )
+    usual = WireError if complaint in (None, "expected_length is") else MessageError
+    wrong = kind.get(function, usual)
     with pytest.raises(wrong, match=complaint):
         function(*arguments)
     assert not SERVER.model.total.any()

@@ -169,9 +169,7 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
         held.append(follower.follow(book.terms, parcel, held[-1], lambda: None))
     assert follower.public_digest(held[-1]) == book.publisher.digest
     old = follower.Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
-    with pytest.raises(
-        follower.LostError, match="round 6 is held here, which is later than round 4"
-    ):
+    with pytest.raises(follower.LostError, match="round 6 is held here, which is later than"):
         follower.follow(book.terms, old, held[-1], lambda: None)
     with pytest.raises(WireError, match="the log has rounds 1 to 5, not 7"):
         log_since(parcel.log, 7)
