@@ -21,9 +21,7 @@ from aqg.runs.setup import build_problem, find_minimum
 def run(*command, fails=False, cwd=None, without="", **environment):
     """Run a command to its end; return its output, or its errors where it is to fail."""
     kept = {name: value for name, value in os.environ.items() if name != without}
-    done = subprocess.run(
-        command, cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, env=kept | environment, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stderr if fails else done.stdout
 
@@ -72,6 +70,27 @@ def change_rounds(directory, change):
     file.write_text("".join(seal(json.dumps(row)) + "\n" for row in rows))
 
 
+def plugin(name, deed, policy="Always(32)", recipe="gd"):
+    """Return a file with a recipe that does something before it decides."""
+    base = policy.partition("(")[0]
+    return f"""
+import os, signal, time
+from dataclasses import replace
+from pathlib import Path
+from aqg.core.policies import {base}
+from aqg.core.recipes import make_recipe, register
+
+class {name.title()}({base}):
+    def decide(self, case):
+        {deed}
+        return super().decide(case)
+
+@register("{name}", "does something first")
+def _{name}(bits):
+    return replace(make_recipe("{recipe}"), policy={policy.replace(base, name.title(), 1)})
+"""
+
+
 def _files():
     return sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
 
@@ -79,14 +98,9 @@ def _files():
 @contextmanager
 def started(*arguments, cwd):
     """Start a command in a process of its own; it is gone in the end."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "aqg", *map(str, arguments)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    command = [sys.executable, "-m", "aqg", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=cwd, start_new_session=True, **pipes) as process:
         try:
             yield process
         finally:

@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
@@ -36,16 +37,16 @@ from aqg.core.recipes import RECIPES
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import DataError
 from aqg.runs.config import SETTINGS, resolve
+from aqg.runs.directory import read_summary
 from aqg.runs.setup import build_problem
-from aqg.studies.contest.plan import Trial, read_outcomes
+from aqg.studies.contest.plan import Outcome, Trial, make_config, read_outcomes
 from aqg.studies.contest.search import FEDAVG, FORMER_STEP, SELF_SETTING, Setting
 from aqg.studies.contest.tasks import TASKS
 from aqg.studies.sweep import expand
 
-from tests.commands import run
+from tests.commands import run, run_alone
 from tests.problems import soak
 from tests.studies.contest.test_plan import averaging, cells_of, outcome
-from tests.studies.contest.trials import run_trial
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -286,7 +287,7 @@ OF_FLOWER = {"--isolation", "--database", "--run-config", "--runtime-api-address
 """Options of Flower's commands that pages name by themselves."""
 
 
-def test_the_numbers_of_the_default_are_those_of_the_code():
+def test_the_numbers_of_the_default_and_of_adaptive_steps_are_those_of_the_code():
     page = TEXTS[ROOT / "docs/explanation/default-recipe.md"]
     told = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
     for text in (f"ν = {NOISE:g}", f"{FIRST:g}", f"{LONGEST_FIRST:g}", f"γ = {AVERAGE:g}"):
@@ -296,8 +297,6 @@ def test_the_numbers_of_the_default_are_those_of_the_code():
     assert "three quarters of the\nenergy" in page
     assert "`½·√p` times as many as a mean upload has" in page
 
-
-def test_the_bounds_of_adaptive_steps_are_those_of_the_code():
     text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
     rule = DistanceOverGradients()
     assert f"the first step has at most {rule.widest:g} times the length" in text
@@ -316,11 +315,9 @@ def options(command):
 
 @each_page
 def test_options_scripts_and_modules_in_text_exist(page):
-    scripts = "".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("benchmarks", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-    )
+    folders = (ROOT / "benchmarks", ROOT / "examples")
+    files = (path for folder in folders for path in folder.rglob("*.py"))
+    scripts = "".join(path.read_text(encoding="utf-8") for path in files)
     known = options(typer.main.get_command(app))
     for code in re.findall(r"`([^`\n]+)`", PROSE[page]):
         if code.startswith(("flower-", "flwr ", "ray ", "pip ", "ssh-")):
@@ -509,18 +506,24 @@ def test_the_readme_counts_parameters_as_they_are(name, data_dir):
     assert len(problem.initial_params) == readme.NUM_PARAMS[name]
 
 
-def test_stored_bytes_are_those_of_a_run_today():
-    stored = read_outcomes(readme.SMALL)[Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)]
-    fresh = run_trial("digits-local", FEDAVG, Setting(FEDAVG), rounds=3)
+def run_trial(trial, directory, **changes):
+    run_alone(replace(make_config(trial, TASKS[trial.task], None), **changes), directory)
+    return Outcome.of_run(trial, read_summary(directory), 0.0)
+
+
+def test_stored_bytes_are_those_of_a_run_today(tmp_path):
+    trial = Trial("digits-local", FEDAVG, Setting(FEDAVG), 0)
+    stored = read_outcomes(readme.SMALL)[trial]
+    fresh = run_trial(trial, tmp_path / "run", rounds=3, eval_every=1)
     assert fresh.curve.total_bytes == pytest.approx(stored.curve.total_bytes[:4], rel=0.01)
 
 
 @pytest.mark.soak
-def test_a_stored_result_comes_out_again():
+def test_a_stored_result_comes_out_again(tmp_path):
     """The whole run, as stored: what it learns and what it sends, on another processor as well."""
     trial = Trial("digits-local", "auto", Setting("auto", multiplier=SELF_SETTING), 0)
     stored = read_outcomes(readme.SMALL)[trial].curve
-    fresh = run_trial(trial.task, trial.recipe, trial.setting).curve
+    fresh = run_trial(trial, tmp_path / "run").curve
     assert fresh.total_bytes == pytest.approx(stored.total_bytes, rel=0.01)
     assert fresh.values == pytest.approx(stored.values, abs=0.02)
 

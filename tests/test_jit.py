@@ -11,8 +11,6 @@ import aqg
 
 from tests.commands import run
 
-pytest.importorskip("numba")
-
 ROOT = Path(__file__).parents[1]
 
 ONE_KERNEL = """
@@ -60,9 +58,8 @@ def test_a_kernel_that_is_compiled_is_announced_once_and_then_cached(tmp_path):
 @pytest.mark.parametrize("home_is_writable", [True, False])
 def test_kernels_work_where_the_package_cannot_be_written(tmp_path, home_is_writable):
     package = tmp_path / "aqg"
-    shutil.copytree(
-        Path(aqg.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(aqg.__file__).parent, package, ignore=ignored)
     for folder in [package, *package.rglob("*")]:
         if folder.is_dir():
             (folder / "__pycache__").write_text("no directory can be made here")
@@ -110,3 +107,48 @@ def test_kernels_do_the_same_as_plain_python():
     """Where numba is hidden, as the fuzzers do."""
     said = [python(WITHOUT_NUMBA, way, cwd=ROOT) for way in ("compiled", "hidden")]
     assert said[0] == said[1] != ""
+
+
+SCRIPT = """
+import pkgutil, importlib
+from dataclasses import replace
+import aqg.wire
+from aqg.core.messages import Upload
+from aqg.wire import decode, encode, warm_up
+from tests.wire.golden.make import golden_messages
+from tests.wire.hostile import good_frames, known_for
+
+def compiled():
+    names = [m.name for m in pkgutil.iter_modules(aqg.wire.__path__)]
+    modules = [importlib.import_module("aqg.wire." + name) for name in names]
+    return {
+        (module.__name__, name): len(kernel.signatures)
+        for module in modules
+        for name, kernel in vars(module).items()
+        if hasattr(kernel, "signatures")
+    }
+
+warm_up()
+before = compiled()
+assert any(before.values())
+messages = list(golden_messages().values())
+for data, length in good_frames():
+    for kind in (bytes, bytearray, memoryview):
+        message = decode(kind(data), length, known=known_for(length))
+    messages.append(message)
+for index, upload in enumerate([m for m in messages if isinstance(m, Upload)]):
+    levels = upload.levels.copy()
+    levels.flags.writeable = bool(index % 2)
+    messages.append(replace(upload, levels=levels[::-1] if index % 3 else levels))
+for message in messages:
+    assert decode(encode(message), len(message) if hasattr(message, "__len__") else 0) == message
+after = compiled()
+assert after == before, {name: after[name] for name in after if after[name] != before[name]}
+print("ok")
+"""
+
+
+@pytest.mark.soak
+def test_warm_up_compiles_everything():
+    root = Path(__file__).parents[2]
+    assert run(sys.executable, "-W", "error", "-c", SCRIPT, cwd=root) == "ok\n"

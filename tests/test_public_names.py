@@ -40,6 +40,7 @@ def test_decode_returns_only_exported_types():
     ("modules", "heavy"),
     [
         ("aqg, aqg.core.recipes, aqg.wire", "torch sklearn matplotlib rich typer pooch"),
+        ("aqg.channel.client, aqg.channel.server, aqg.protocol", "flwr torch aqg.runs"),
         ("aqg.cli.app, aqg.sim, aqg.studies.sweep", "torch sklearn matplotlib flwr ray"),
     ],
 )

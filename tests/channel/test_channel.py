@@ -1,7 +1,5 @@
 """The channel without a framework: arrays and bytes, as an adapter for any framework uses it."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -9,8 +7,10 @@ import numpy as np
 import pytest
 
 from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
-from aqg.channel.server import Channel
+from aqg.channel.server import Channel, largest_of, measure_change
 from aqg.channel.settings import Settings, make_settings
+from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
+from aqg.core.quantizers import largest
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.protocol.follower import CONTENT_EVERY, LostError
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
@@ -21,12 +21,8 @@ from tests.problems import SOME_RECIPES
 
 RNG = np.random.default_rng(0)
 TARGET = RNG.standard_normal((40, 50)).astype(np.float32)
-FIRST = {
-    "w": np.zeros((40, 50), np.float32),
-    "frozen": np.arange(6, dtype=np.float32),
-    "bn.running_mean": np.zeros(3, np.float32),
-    "count": np.zeros((), np.int64),
-}
+FIRST = {"w": np.zeros((40, 50), np.float32), "frozen": np.arange(6, dtype=np.float32)}
+FIRST |= {"bn.running_mean": np.zeros(3, np.float32), "count": np.zeros((), np.int64)}
 
 
 class Notes(Memory):
@@ -81,11 +77,8 @@ def test_every_recipe_that_is_offered_works(recipe):
 
 def test_nodes_are_told_how_much_noise_a_reply_may_carry():
     """It follows from how much the replies of the round before agreed."""
-    channel, nodes, told = (
-        Channel("run", FIRST, make_settings("auto")),
-        {0: Notes(), 1: Notes()},
-        [],
-    )
+    channel, nodes = Channel("run", FIRST, make_settings("auto")), {0: Notes(), 1: Notes()}
+    told = []
     model = FIRST
     for _ in range(3):
         model = play(channel, nodes, 1, model)
@@ -138,7 +131,7 @@ def test_what_is_no_number_stays_where_it_is(name, value):
     play(channel, {0: notes}, 1, model)
 
 
-def test_models_that_cannot_be_sent():
+def test_models_that_cannot_be_sent_and_updates_beyond_half_precision():
     channel, notes = Channel("run", FIRST, Settings(recipe="lean")), Notes()
     model = play(channel, {0: notes}, 3)
     channel.publish(model, is_train=False)
@@ -157,8 +150,6 @@ def test_models_that_cannot_be_sent():
     with pytest.raises(ConfigError, match=r"include pattern 'x\*' matches none"):
         Channel("run", FIRST, Settings(include=("x*",)))
 
-
-def test_an_update_beyond_half_precision():
     first = {"w": np.full(100, 60_000, np.float16)}
     channel, notes = Channel("run", first, Settings(recipe="gd")), Notes()
     phase = channel.publish(first, is_train=True)
@@ -285,11 +276,39 @@ def test_a_model_that_was_trained_is_not_drawn_anew():
     assert channel.order(0, False)[1]
 
 
-@pytest.mark.parametrize("modules", ["aqg.channel.client, aqg.channel.server", "aqg.protocol"])
-def test_it_needs_no_framework(modules):
-    code = (
-        "import sys\n"
-        "sys.modules['flwr'] = sys.modules['torch'] = sys.modules['aqg.runs'] = None\n"
-        f"import {modules}\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_changes_are_measured_piece_by_piece_and_taken_off_in_the_tensors_own_precision():
+    one = np.zeros(PIECE + 3, np.float32)
+    other = one.copy()
+    assert is_same(one, other)
+    other[-1] = -0.0
+    assert not is_same(one, other)
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal(PIECE + 1000).astype(np.float32)
+    after = before.copy()
+    after[::7] += 0.25
+    after[1] *= 1 + 2e-7  # rounding
+    (spec,) = Schema.of({"w": before}).specs
+    square, count = measure_change({"w": after}, {"w": before}, [spec], "float32")
+    assert count == len(before[::7])
+    assert square == pytest.approx(float(np.square(after.astype(np.float64) - before).sum()))
+
+    values = {"a": np.ones((2, 2), np.float16), "b": np.arange(3, dtype=np.float32)}
+    specs = Schema.of(values).specs
+    update = np.linspace(0, 0.1, 7).astype(np.float32)
+    shown = dict(shifted(values, Update(update, "float32"), specs))
+    assert [shown[s.name].dtype.name for s in specs] == ["float16", "float32"]
+    difference = flatten(values, specs) - update
+    assert np.array_equal(shown["b"], difference[4:])
+    assert np.array_equal(shown["a"].reshape(-1), difference[:4].astype(np.float16))
+
+
+@pytest.mark.parametrize("piece", [100, PIECE])
+def test_the_largest_are_found_in_little_memory(piece, monkeypatch):
+    monkeypatch.setattr("aqg.channel.tensors.PIECE", piece)
+    rng = np.random.default_rng(0)
+    for draw in range(60):
+        vector = rng.standard_normal(int(rng.integers(2, 2000))).astype(np.float32)
+        if draw % 2:  # many are equal, and many are zero
+            vector = np.round(2 * vector).astype(np.float32) / 2
+        count = int(rng.integers(0, len(vector) + 2))
+        assert np.array_equal(largest_of(vector, count), largest(vector, count))

@@ -15,6 +15,7 @@ from aqg.runs.directory import CHECKPOINT, ROUNDS, SUMMARY
 from aqg.weights import read_notes, to_bytes
 
 from tests.commands import refuse
+from tests.problems import soak
 
 MODEL = """
 from torch import nn
@@ -230,11 +231,7 @@ def test_numbers_and_tokens_are_learned(folder):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        "cnn",
-        *(pytest.param(f"resnet8{o}:width=4", marks=pytest.mark.soak) for o in (":norm=batch", "")),
-    ],
+    "model", ["cnn", soak("resnet8:norm=batch:width=4"), soak("resnet8:width=4")]
 )
 def test_built_in_models_learn_images(model, folder):
     options = "--clients 4 --partition iid --rounds 8 --out out"
@@ -287,6 +284,7 @@ REFUSED = {
     "theory --rounds 0": "rounds is 0; it must be at least 1",
     "recipes nosuch": "unexpected extra argument",
     "flower demo --nodes 0": "nodes is 0; it must be at least 1",
+    "flower demo --out full": "'full' is not empty",
 }
 
 

@@ -14,26 +14,9 @@ from aqg.cli.studies import sweep as sweep_command
 from aqg.contrib.ray_cluster import RayCluster
 from aqg.errors import ConfigError
 
-from tests.commands import contents, interrupt, started, wait_for
+from tests.commands import contents, interrupt, plugin, started, wait_for
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("default")
-
-SLOW = """
-import time
-from dataclasses import replace
-from aqg.core.policies import Tolerance
-from aqg.core.recipes import make_recipe, register
-
-class Slow(Tolerance):
-    def decide(self, case):
-        time.sleep(0.06)
-        return super().decide(case)
-
-@register("slow", "like lean, but slower")
-def _slow(bits):
-    return replace(make_recipe("lean"), policy=Slow())
-"""
 GRID = """
 rounds = 160
 dropout = 0.2
@@ -58,9 +41,8 @@ def cluster():
         "RAY_TMPDIR": folder,
         "RAY_health_check_period_ms": "500",  # a node that is dead is noticed sooner
     }
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
+    head = {"num_cpus": 0, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     nodes.add_node(num_cpus=1)
     yield nodes
     nodes.shutdown()
@@ -73,7 +55,7 @@ def cluster():
 def local(tmp_path_factory):
     """Return a folder with a grid and what its sweep gives on this machine."""
     folder = tmp_path_factory.mktemp("sweep")
-    (folder / "slow.py").write_text(SLOW)
+    (folder / "slow.py").write_text(plugin("slow", "time.sleep(0.06)", "Tolerance()", "lean"))
     (folder / "grid.toml").write_text(f'plugins = ["{folder}/slow.py"]\n{GRID}')
     options = SweepOptions(grid=folder / "grid.toml", out=folder / "local", jobs=2, allow_code=True)
     assert sweep_command(options) == 0

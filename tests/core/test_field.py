@@ -1,16 +1,18 @@
-"""Every compressor of the field against its paper's formula, written down again in plain NumPy.
-
-And what clients remember for them: any combination, in both engines, saved and restored.
-"""
+"""Grids, and every compressor of the field against its paper's formula, written down again."""
 
 import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy.linalg import hadamard as hadamard_matrix
 
+from aqg.core import grids
 from aqg.core.downlink import Condensed
-from aqg.core.grids import nearest_power_of_two, round_up_to_bfloat16
+from aqg.core.grids import num_levels
+from aqg.core.kernels import measure, quantize
 from aqg.core.messages import (
     Skip,
     Upload,
@@ -69,7 +71,7 @@ def top(vector, k):
 
 def ternary(kept):
     """Algorithm 1 of STC's paper; the mean is rounded up."""
-    return round_up_to_bfloat16(np.abs(kept[kept != 0]).mean()) * np.sign(kept)
+    return grids.round_up_to_bfloat16(np.abs(kept[kept != 0]).mean()) * np.sign(kept)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +100,11 @@ def test_dgc_corrects_momentum_and_forgets_it_where_something_was_sent():
         assert np.array_equal(kept["velocity"][0], velocity)
 
 
-@pytest.mark.parametrize(
-    ("spec", "eta", "weight"),
-    [
-        ("ef21:", 0, 1),
-        ("econtrol:eta=0.1:", 0.1, 1),
-        ("econtrol:eta=1:", 1, 1),
-        ("ef21-m:eta=0.2:", 0, 0.2),
-    ],
-)
+EF21 = [("ef21:", 0, 1), ("econtrol:eta=0.1:", 0.1, 1), ("econtrol:eta=1:", 1, 1)]
+EF21 += [("ef21-m:eta=0.2:", 0, 0.2)]
+
+
+@pytest.mark.parametrize(("spec", "eta", "weight"), EF21)
 def test_ef21_and_what_became_of_it(spec, eta, weight):
     """``δ = C(ηe + v - h)``, ``h ← h + δ``, ``e ← e + v - h``, for a running average ``v``."""
     error, estimate, average = np.zeros(SIZE), np.zeros(SIZE), None
@@ -282,6 +280,11 @@ def test_aquila_chooses_its_papers_width_and_gate():
         server = finish_round(recipe, take_message(recipe, server, 0, message), step_size)
     assert 0 in widths
     assert len(set(widths)) >= 3
+    for seed in range(20):  # it is never further off than before
+        delta = np.random.default_rng(seed).standard_t(1.5, 300)
+        [(*_, state)] = play("aquila", delta[None])
+        assert np.sum((state.track.position[0] - delta) ** 2) <= 1.02 * np.sum(delta**2)
+    assert choose_width(1.0, 0.0, 9) == 1
 
 
 def test_dadaquant_doubles_its_levels_on_plateaus():
@@ -307,19 +310,9 @@ def test_dadaquant_doubles_its_levels_on_plateaus():
     assert levels[0] == levels[19] == 2
     assert levels[49] >= 16  # the plateau
     assert levels[69] == levels[54]  # falling again
-
-
-def test_without_a_loss_dadaquant_keeps_its_levels():
+    # Without a loss it keeps its levels.
     rounds = play("dadaquant:phi=2:psi=0", gradients(10, seed=14))
     assert {message.width for _, message, *_ in rounds} == {2}
-
-
-def test_aquila_is_never_further_off_than_before():
-    for seed in range(20):
-        delta = np.random.default_rng(seed).standard_t(1.5, 300)
-        [(*_, state)] = play("aquila", delta[None])
-        assert np.sum((state.track.position[0] - delta) ** 2) <= 1.02 * np.sum(delta**2)
-    assert choose_width(1.0, 0.0, 9) == 1
 
 
 def test_the_largest_are_taken_in_front_first_and_zeros_never():
@@ -360,8 +353,8 @@ def test_stc_both_keeps_the_same_share_on_the_way_down():
     assert np.count_nonzero(before) > 8
     state, entry = publish_round(recipe, state, step)
     kept = top(before, 8)
-    mean = round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
-    expected = -nearest_power_of_two(mean) * np.sign(kept)
+    mean = grids.round_up_to_bfloat16(np.abs(kept[kept != 0]).mean())
+    expected = -grids.nearest_power_of_two(mean) * np.sign(kept)
     assert np.array_equal(entry.position.values(np.float64), expected)
     assert state.model.rest - state.parameters == pytest.approx(before)
 
@@ -435,3 +428,138 @@ def test_a_running_average_starts_at_the_first_vector_and_refuses_what_no_grid_h
     assert blended.tolist() == [vector.tolist(), [0.75, -1.5, 3.0], huge.tolist()]
     rows, earlier = np.stack([vector, vector]), np.stack([zeros, np.ones(3)])
     assert space.distances(rows, earlier).tolist() == [0.0, 18.0]
+
+
+ANY_WIDTH = st.integers(1, 16)
+
+
+def grid_step(grid, width, radius, mean_abs):
+    """Return the step a client sends for a vector with this radius and mean absolute value."""
+    if grid is grids.Grid.MIDRISE:
+        return grids.round_up_to_bfloat16(2 * radius / ((1 << width) - 1))
+    if width == 1:
+        return grids.round_up_to_bfloat16(mean_abs) if mean_abs >= grids.MIN_STEP else 0.0
+    return grids.round_up_to_bfloat16(radius / ((1 << (width - 1)) - 1))
+
+
+def vectors(dtype):
+    """Any finite vector within the grids' range, subnormals and zeros included."""
+    bits = 32 if dtype is np.float32 else 64
+    values = st.floats(-grids.MAX_RADIUS, grids.MAX_RADIUS, width=bits, allow_nan=False)
+    return arrays(dtype, st.integers(1, 40), elements=values)
+
+
+ANY_VECTOR = st.one_of(vectors(np.float32), vectors(np.float64))
+
+
+def rounded(vector, grid, width, step):
+    """Return what the levels of a vector stand for, in float64."""
+    return grids.value_table(grid, width, step, np.float64)[quantize(vector, grid, width, step)]
+
+
+@given(st.floats(grids.MIN_STEP, grids.MAX_RADIUS))
+def test_step_is_the_next_bfloat16_up(value):
+    step = grids.round_up_to_bfloat16(value)
+    assert step >= value
+    bits = np.float32(step).view(np.uint32)
+    assert bits & 0xFFFF == 0
+    below = np.uint32(bits - (1 << 16)).view(np.float32)
+    assert float(below) < value
+    assert step <= value * (1 + 2**-7)
+    assert grids.is_valid_step(step)
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), -1.0, 1.001, 2.0**110, 2.0**-130])
+def test_steps_no_client_can_send(step):
+    assert not grids.is_valid_step(step)
+
+
+@given(ANY_WIDTH, st.sampled_from(list(grids.Grid)), st.floats(grids.MIN_STEP, grids.MAX_RADIUS))
+def test_values_are_exact_in_float32(width, grid, raw_step):
+    step = grids.round_up_to_bfloat16(raw_step)
+    count = num_levels(grid, width)
+    single = grids.value_table(grid, width, step, np.float32)[:count]
+    double = grids.value_table(grid, width, step, np.float64)[:count]
+    assert np.array_equal(single.astype(np.float64), double)
+    assert np.array_equal(double, -double[::-1])
+    assert np.all(np.diff(double) > 0)
+
+
+@given(ANY_VECTOR, ANY_WIDTH)
+def test_midtread_never_increases_the_error(vector, width):
+    step = measure(vector, grids.Grid.MIDTREAD, width).steps[width - 1].item()
+    exact = vector.astype(np.float64)
+    error = rounded(vector, grids.Grid.MIDTREAD, width, step) - exact
+    largest = np.abs(exact).max() or 1.0  # scaled to it, squares do not underflow
+    assert np.linalg.norm(error / largest) <= np.linalg.norm(exact / largest) * (1 + 1e-12)
+    if width > 1:  # coordinate by coordinate, to the last bit
+        assert np.all(np.abs(error) <= np.abs(exact))
+
+
+@given(ANY_VECTOR, ANY_WIDTH, st.sampled_from(list(grids.Grid)))
+def test_levels_are_the_nearest(vector, width, grid):
+    """No other level is closer, up to the rounding of one division; steps are those of the grid."""
+    step = measure(vector, grid, width).steps[width - 1].item()
+    sizes = np.abs(vector)
+    of_grid = grid_step(grid, width, float(sizes.max()), float(sizes.mean(dtype=np.float64)))
+    is_mean = width == 1 and grid is grids.Grid.MIDTREAD  # a sum may round in another order
+    assert step == (pytest.approx(of_grid, rel=1 / 128) if is_mean else of_grid)
+    levels = quantize(vector, grid, width, step)
+    table = grids.value_table(grid, width, step, np.float64)[: num_levels(grid, width)]
+    distance = np.abs(table[:, None] - vector.astype(np.float64))
+    best = distance.min(axis=0)
+    chosen = distance[levels, np.arange(len(vector))]
+    slack = 2.0 ** (width - 21) if vector.dtype == np.float32 else 2.0 ** (width - 50)
+    assert np.all(chosen <= best + slack * step)
+
+
+SCALES = st.sampled_from([1e-33, 1e-20, 1e-6, 1.0, 1e6, 1e25])
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(0, 2**32 - 1),
+    SCALES,
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from(list(grids.Grid)),
+    st.integers(1, 8),
+)
+def test_all_widths_in_one_pass(size, seed, scale, dtype, grid, max_width):
+    vector = (np.random.default_rng(seed).standard_normal(size) * scale).astype(dtype)
+    stats = measure(vector, grid, max_width)
+    exact = vector.astype(np.float64)
+    total = float(exact @ exact)
+    tolerance = 1e-5 if dtype is np.float32 else 1e-12
+    assert stats.in_range
+    assert stats.squared_norm == pytest.approx(total, rel=tolerance)
+    errors = [  # ‖Q_b(Δ) − Δ‖²
+        float(np.sum((rounded(vector, grid, width, step) - exact) ** 2))
+        for width, step in enumerate(stats.steps.tolist(), start=1)
+    ]
+    approximately = pytest.approx(errors, rel=tolerance * 10, abs=tolerance * total * 1e-3)
+    assert stats.errors.tolist() == approximately
+    values = rounded(vector, grid, max_width, stats.steps[-1].item())
+    assert stats.quantized_norm == pytest.approx(float(values @ values), rel=tolerance)
+
+
+@given(
+    arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 50)), elements=st.floats(-9, 9)),
+    st.sampled_from(list(grids.Grid)),
+)
+def test_leading_axes_equal_single_rows(rows, grid):
+    together = measure(rows[None], grid, 4)
+    assert together.errors.shape == (1, len(rows), 4)
+    for index, row in enumerate(rows):
+        alone = measure(row, grid, 4)
+        for field, single in zip(together, alone, strict=True):
+            assert np.array_equal(field[0, index], single)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e31])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bad_values_are_seen_and_do_not_spread(bad, dtype):
+    rows = np.ones((3, 5000), dtype)
+    rows[1, 4321] = bad
+    stats = measure(rows, grids.Grid.MIDTREAD, 4)
+    assert stats.in_range.tolist() == [True, False, True]
+    assert stats.squared_norm[[0, 2]].tolist() == [5000.0, 5000.0]

@@ -1,21 +1,33 @@
-"""The public model on its exact grid: only sums leave the server, and all follow to the bit."""
+"""The public model on its exact grid, tracks, entries and logs: all follow the sum to the bit."""
 
-import contextlib
 from fractions import Fraction
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
-from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
-from aqg.core.messages import Upload, num_nonzero
+from aqg.core.grids import (
+    Grid,
+    choose_quantum,
+    largest_multiple,
+    level_dtype,
+    nearest_power_of_two,
+    num_levels,
+    round_up_to_bfloat16,
+    snap,
+)
+from aqg.core.messages import DenseUpload, Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
+from aqg.core.policies import Tolerance
 from aqg.core.public import PRIME, Entry, advance, init_public, linear_digest
-from aqg.core.quantizers import Request
+from aqg.core.quantizers import GridQuantizer, Request
+from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
     Model,
@@ -27,29 +39,39 @@ from aqg.core.server import (
     take_step,
 )
 from aqg.core.space import NumpySpace
-from aqg.errors import WireError
+from aqg.core.track import (
+    Change,
+    Flow,
+    Memory,
+    correct,
+    follow,
+    init_track,
+    next_direction,
+    who_sends,
+)
+from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
-from aqg.wire.entry import (
-    Merger,
-    encode_entry,
-    encode_log,
-    follow_log,
-    known_velocity,
-    log_rounds,
-    log_since,
-)
-from aqg.wire.varint import seal as sealed
+from aqg.wire import entry as wire
+from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.problems import tiny_problem
+from tests.wire.logs import (
+    LENGTH,
+    MOVEMENT,
+    entries,
+    of_position,
+    of_velocity,
+    start,
+)
 
-LENGTH = 300
+NUM_PARAMS = 300
 RECIPE = make_recipe("qsgd")
 DOWNLINKS = [Exact(), Condensed(), Condensed(tolerance=0.0, ratio=5)]
 
 
 def upload(seed, sign=1):
-    levels = np.random.default_rng(seed).integers(0, 3, LENGTH)
+    levels = np.random.default_rng(seed).integers(0, 3, NUM_PARAMS)
     levels = levels if sign > 0 else 2 - levels
     return Upload(levels.astype(np.uint8), 0.125, 2, Grid.MIDTREAD)
 
@@ -65,7 +87,8 @@ def published(recipe, step, start, rounds, num_clients=1):
 
 
 def publish(recipe_name, downlink, rounds):
-    recipe, step, start = make_recipe(recipe_name), Step(0.1, downlink=downlink), np.ones(LENGTH)
+    recipe, start = make_recipe(recipe_name), np.ones(NUM_PARAMS)
+    step = Step(0.1, downlink=downlink)
     states, entries = zip(*published(recipe, step, start, rounds, 3), strict=True)
     before = [init_server(recipe, start, 3, step), *states]
     return written([state.public for state in before], entries), states[-1]
@@ -92,7 +115,7 @@ def test_the_state_given_is_left_as_it_was():
     for name, downlink in product(("lean", "auto"), DOWNLINKS):
         recipe = make_recipe(name)
         step = Step(0.1, optimizer=Adam(), downlink=downlink)
-        state = init_server(recipe, np.ones(LENGTH), 2, step)
+        state = init_server(recipe, np.ones(NUM_PARAMS), 2, step)
         state = take_message(recipe, state, 0, upload(1))
         state = take_message(recipe, state, 1, upload(2))
         first, again = (publish_round(recipe, state, step)[0].model for _ in range(2))
@@ -105,7 +128,6 @@ def test_the_state_given_is_left_as_it_was():
 @pytest.mark.parametrize("downlink", [Full(), Exact()])
 @pytest.mark.parametrize("recipe", ["lean", "auto"])
 def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype):
-    torch = pytest.importorskip("torch")
     from aqg.sim.simulation import model_in
     from aqg.sim.torch_backend import TorchBackend
 
@@ -113,10 +135,10 @@ def test_torch_takes_the_same_step_to_the_bit(recipe, downlink, optimizer, dtype
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         space = TorchBackend(tiny_problem(), device)
         step = Step(0.01, optimizer=optimizer, downlink=downlink)
-        model = init_model(chosen, rng.normal(size=LENGTH).astype(dtype), step)
+        model = init_model(chosen, rng.normal(size=NUM_PARAMS).astype(dtype), step)
         there = model_in(space.put, model)
         for _ in range(10):
-            total = rng.normal(size=LENGTH)
+            total = rng.normal(size=NUM_PARAMS)
             step = step._replace(size=rng.random(), sampled=rng.random())
             model = model._replace(total=total, is_moved=True)
             there = there._replace(total=space.put(total), is_moved=True)
@@ -141,9 +163,9 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
     recipe, length, downlink = make_recipe("auto"), 2_000, Condensed(ratio=0.5)
     step = Step(0.1, downlink=downlink)
     state = init_server(recipe, np.ones(length), 2, step)
-    for client, start in enumerate((0, max(0, num_sent - shared))):
+    for client, first in enumerate((0, max(0, num_sent - shared))):
         levels = np.ones(length, np.uint8)
-        levels[start : start + num_sent] = 2
+        levels[first : first + num_sent] = 2
         state = take_message(recipe, state, client, Upload(levels, 0.125, 2, Grid.MIDTREAD))
     state = state._replace(model=from_arrays(Model, to_arrays(state.model)))
     assert state.model.num_sent == 2 * num_sent
@@ -154,15 +176,7 @@ def test_entries_are_half_as_long_as_what_clients_send(num_sent, expected, share
     assert (state.model.num_sent, state.model.upload_energy) == (0, 0.0)
 
 
-def test_entries_are_shorter_where_few_clients_are_asked():
-    downlink = Condensed(ratio=0.5, away=0.5)
-    long, short = (downlink.of_position(10_000, 4_000, 10, p).quantizer for p in (0.25, 0.04))
-    vector = np.arange(10_000.0)
-    assert num_nonzero(long.quantize(vector, Request(2))) == 200
-    assert num_nonzero(short.quantize(vector, Request(2))) == 80
-
-
-def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
+def test_long_entries_have_four_bits_for_each_coordinate_and_those_for_few_clients_are_shorter():
     """One magnitude for all would say little of each; what is rounded off is sent later."""
     message = Upload(np.array([0, 5, 14, 16, 23, 30], np.uint8), 0.125, 5, Grid.MIDTREAD)
     width, step = 15 * 0.125 / 7, Step(1.0, downlink=Condensed())
@@ -171,6 +185,12 @@ def test_an_entry_that_would_have_most_coordinates_has_four_bits_for_each():
         assert isinstance(entry.position, Upload)
         assert entry.position.width == 4
         assert state.parameters == pytest.approx(-number * message.values(np.float64), abs=width)
+
+    downlink = Condensed(ratio=0.5, away=0.5)
+    long, short = (downlink.of_position(10_000, 4_000, 10, p).quantizer for p in (0.25, 0.04))
+    vector = np.arange(10_000.0)
+    assert num_nonzero(long.quantize(vector, Request(2))) == 200
+    assert num_nonzero(short.quantize(vector, Request(2))) == 80
 
 
 FEW = 64
@@ -227,26 +247,18 @@ def test_positions_are_multiples_of_a_quantum(steps, dtype, radius, seed):
                 assert Fraction(old) + Fraction(value) == Fraction(new)
 
 
-def test_overflow_makes_the_quantum_coarser():
-    start = np.linspace(-1, 1, FEW, dtype=np.float32)
-    held, entries = played(start, [2.0**-9] * 3 + [2.0**3] * 4)
-    quanta = [entry.quantum for entry in entries]
-    assert quanta[0] == 2.0**-22
-    assert held[-1].quantum > quanta[0]
-    assert held[-1].quantum == [q for q in quanta if q is not None][-1]
-    assert quanta.count(None) >= 4
-
-
 def test_steps_below_the_quantum_wait():
     """What is less than half a quantum is said when there is more of it."""
     start = np.full(FEW, 2.0**12, np.float32)
     _, entries = played(start, [2.0**-14] * 40)
     said = [entry for entry in entries if entry.position is not None]
     assert 0 < len(said) < len(entries)
+    # Of a model of zeros, the first steps name the quantum.
+    assert choose_quantum(0.0, 2.0**-6, np.dtype("float32")) == 2.0**-22
+    assert choose_quantum(0.0, 2.0**-6, np.dtype("float64")) == 2.0**-51
 
 
 def test_rounding_is_the_same_everywhere():
-    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(3)
     for dtype in (np.float32, np.float64):
         vector = (rng.integers(-40, 40, 1000) / 8).astype(dtype)
@@ -256,21 +268,14 @@ def test_rounding_is_the_same_everywhere():
             assert not np.signbit(expected[expected == 0]).any()
 
 
-def test_the_first_steps_name_the_quantum_of_a_model_of_zeros():
-    assert choose_quantum(0.0, 2.0**-6, np.dtype("float32")) == 2.0**-22
-    assert choose_quantum(0.0, 2.0**-6, np.dtype("float64")) == 2.0**-51
-
-
 def written(held, entries):
-    return [
-        encode_entry(entry, known_velocity(public))
-        for public, entry in zip(held[:-1], entries, strict=True)
-    ]
+    pairs = zip(held[:-1], entries, strict=True)
+    return [wire.encode_entry(entry, wire.known_velocity(public)) for public, entry in pairs]
 
 
 def merged(held, data, first):
     """Return the frame of all entries from the one of this place on."""
-    merger = Merger(held[-1])
+    merger = wire.Merger(held[-1])
     is_whole = all(merger.add(entry) for entry in reversed(data[first:]))
     return merger.frame() if is_whole else None
 
@@ -293,12 +298,12 @@ def test_merged_entries_lead_where_each_of_them_does(steps, dtype, radius, seed)
         assert (frame is None) == (len(names) > 1 or bool(names and says[0] < names[0]))
         if frame is None:
             continue
-        assert log_rounds(frame) == range(first + 1, len(data) + 1)
-        assert content(follow_log(frame, held[first], RECIPE.movement)) == content(held[-1])
-        assert log_since(frame, first + 1) == frame
-        assert log_since(frame, len(data) + 1) == encode_log(len(data) + 1, [])
+        assert wire.log_rounds(frame) == range(first + 1, len(data) + 1)
+        assert content(wire.follow_log(frame, held[first], RECIPE.movement)) == content(held[-1])
+        assert wire.log_since(frame, first + 1) == frame
+        assert wire.log_since(frame, len(data) + 1) == wire.encode_log(len(data) + 1, [])
         with pytest.raises(WireError, match="the model here is at"):
-            follow_log(frame, held[first + 1], RECIPE.movement)
+            wire.follow_log(frame, held[first + 1], RECIPE.movement)
 
 
 def test_a_client_gets_what_is_shorter():
@@ -314,27 +319,13 @@ def test_a_client_gets_what_is_shorter():
     assert found.num_bytes < len(log.frame(5))
     assert not ModelLog(1, data).deliver(5, lambda: bytes(10_000), lambda: held[-1]).merged
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
+    whole = merged(held, data, 0)
+    with pytest.raises(WireError, match="merged that move a velocity"):
+        wire.follow_log(whole, init_public(make_recipe("lean"), start), RECIPE.movement)
 
 
 def never():
     raise AssertionError("no snapshot is wanted here")
-
-
-@pytest.mark.parametrize("cut", range(0, 50, 5))
-def test_damaged_merged_entries_are_refused(cut):
-    start = np.linspace(-1, 1, FEW, dtype=np.float32)
-    held, entries = played(start, [2.0**-6] * 6)
-    frame = merged(held, written(held, entries), 0)
-    with pytest.raises(WireError):
-        follow_log(frame[:cut], held[0], RECIPE.movement)
-    random = np.random.default_rng(cut)
-    for _ in range(100):
-        body = bytearray(frame[:-4])
-        body[random.integers(len(body))] = random.integers(256)
-        with contextlib.suppress(WireError):  # who reads what was never written finds out by digest
-            follow_log(sealed(bytes(body)), held[0], RECIPE.movement)
-    with pytest.raises(WireError, match="merged that move a velocity"):
-        follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
 
 
 def coefficient(place):
@@ -368,7 +359,7 @@ def test_marks_follow_entries(steps, dtype, radius, seed):
             assert public_digest(changed.marked()) != public_digest(public)
     frame = merged(held, data, 0)
     if frame is not None:
-        found = follow_log(frame, held[0], RECIPE.movement)
+        found = wire.follow_log(frame, held[0], RECIPE.movement)
         assert public_digest(found) == public_digest(held[-1])
 
 
@@ -382,3 +373,245 @@ def test_damage_below_the_quantum_changes_the_mark():
         found = public._replace(track=track._replace(position=damaged), mark=None)
         assert found.marked().mark != public.mark
         assert public_digest(found) != public_digest(public)
+
+
+NUM_TRACKS, SIZE = 4, 9
+SPACE = NumpySpace()
+CODER = Recipe(policy=Tolerance(), quantizer=GridQuantizer(Grid.MIDTREAD, 4), max_staleness=5)
+
+
+def part(rng, dtype):
+    """Draw a correction of any kind and of any size."""
+    scale = float(10.0 ** rng.integers(-12, 12))
+    kind = rng.integers(4)
+    if kind == 0:
+        return DenseUpload((scale * rng.normal(size=SIZE)).astype(np.float32))
+    if kind == 1:
+        new = (scale * rng.normal(size=SIZE)).astype(dtype)
+        return Change(np.zeros(SIZE, dtype), new)
+    grid = Grid.MIDTREAD if kind == 2 else Grid.MIDRISE
+    width = int(rng.integers(1, 17))
+    levels = rng.integers(0, num_levels(grid, width), SIZE).astype(level_dtype(width))
+    return Upload(levels, round_up_to_bfloat16(scale), width, grid)
+
+
+def bits(track):
+    return [np.ascontiguousarray(field).tobytes() for field in track]
+
+
+def rounds(seed, dtype):
+    """Draw what is said in some rounds: of which tracks, and what of each."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rng.integers(1, 7)):
+        rows = np.flatnonzero(rng.random(NUM_TRACKS) < 0.5)
+        yield rows, [part(rng, dtype) for _ in rows]
+
+
+def uploads_of(seed, dtype):
+    """Draw the same without changes, which no client sends."""
+    for rows, parts in rounds(seed, dtype):
+        kept = [k for k, p in enumerate(parts) if not isinstance(p, Change)]
+        if kept:
+            yield rows[kept], [parts[k] for k in kept], 0.5 + np.arange(len(kept)) / 4
+
+
+def moved(vector, part):
+    """Return a vector after a correction, or none."""
+    if part is None:
+        return vector
+    return part.new.copy() if isinstance(part, Change) else vector + part.values(vector.dtype.type)
+
+
+seeds = st.integers(0, 2**32)
+memories = st.sampled_from([Memory.INNOVATION, Memory.LATEST])
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), memories)
+def test_both_ends_hold_the_same_bits(seed, dtype, memory):
+    """The server moves all mirrors where they are; a client follows its own and keeps the old."""
+    mirrors = init_track(SIZE, np.dtype(dtype), NUM_TRACKS)
+    clients = [init_track(SIZE, np.dtype(dtype)) for _ in range(NUM_TRACKS)]
+    first, start, total, expected = clients[0], bits(clients[0]), np.zeros(SIZE), np.zeros(SIZE)
+    for rows, uploads, weights in uploads_of(seed, dtype):
+        SPACE.move(memory, mirrors.position, total, rows, uploads, weights)
+        for row, upload in zip(rows.tolist(), uploads, strict=True):
+            mirrors.direction[row] = next_direction(mirrors.direction[row], upload)
+        mirrors.is_held[rows] = True
+        for row, upload, weight in zip(rows.tolist(), uploads, weights, strict=True):
+            old, clients[row] = clients[row], follow(clients[row], upload, memory=memory)
+            expected += weight * (clients[row].position[0].astype(np.float64) - old.position[0])
+    assert np.array_equal(total, expected)
+    for row, client in enumerate(clients):
+        assert bits(client) == bits([field[row : row + 1] for field in mirrors])
+    assert bits(first) == start
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), memories)
+def test_torch_moves_to_the_same_bits(seed, dtype, memory):
+    from aqg.sim.torch_backend import TorchBackend
+
+    from tests.problems import tiny_problem
+
+    space = TorchBackend(tiny_problem(), "cpu")
+    here, total = np.zeros((NUM_TRACKS, SIZE), dtype), np.zeros(SIZE)
+    there, other = space.put(here), space.put(total)
+    for said in uploads_of(seed, dtype):
+        SPACE.move(memory, here, total, *said)
+        space.move(memory, there, other, *said)
+        assert space.get(there).tobytes() == here.tobytes()
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.booleans())
+def test_a_track_moves_by_its_velocity_and_by_what_is_said(seed, dtype, in_place):
+    rng = np.random.default_rng(seed)
+    track = init_track(SIZE, np.dtype(dtype), has_velocity=True)
+    position, velocity = np.zeros(SIZE, dtype), np.zeros(SIZE)
+    for _ in range(6):
+        before, start = track, bits(track)
+        step = part(rng, "float64") if rng.random() < 0.5 else None
+        said = part(rng, dtype) if rng.random() < 0.5 else None
+        track = follow(track, said, step, in_place=in_place)
+        velocity = moved(velocity, step)
+        position = moved(position + velocity.astype(dtype), said)
+        assert track.position[0].tobytes() == position.tobytes()
+        assert track.velocity[0].tobytes() == velocity.tobytes()
+        assert in_place or bits(before) == start
+
+
+@given(seeds, st.sampled_from(["float32", "float64"]), st.floats(0, 10))
+def test_corrections_bring_a_track_within_its_tolerance(seed, dtype, tolerance):
+    """Of one that is near enough nothing is said, unless for long; blocks do not matter."""
+    rng = np.random.default_rng(seed)
+    truths = (10.0 ** rng.integers(-3, 3) * rng.normal(size=(NUM_TRACKS, SIZE))).astype(dtype)
+    tracks, waited = init_track(SIZE, np.dtype(dtype), NUM_TRACKS), np.zeros(NUM_TRACKS, int)
+    everyone = np.arange(NUM_TRACKS)
+    for _ in range(12):
+        flow = Flow(truths, tolerance, SPACE)
+        gaps = correct(CODER, flow, tracks.position, everyone, waited)
+        uploads = gaps.uploads
+        squares = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
+        is_sent = np.isin(everyone, gaps.senders)
+        assert np.array_equal(is_sent, (gaps.innovation.squared_norm > tolerance) | (waited >= 5))
+        assert gaps.innovation.squared_norm == pytest.approx(squares, rel=1e-5)
+        for row in everyone.tolist():
+            own = slice(row, row + 1)
+            some = flow._replace(vectors=truths[own]), tracks.position, everyone[own], waited[own]
+            assert list(correct(CODER, *some).uploads) == [
+                u for m, u in zip(gaps.senders, uploads, strict=True) if m == row
+            ]
+        said = gaps.senders, uploads, np.ones(len(uploads))
+        SPACE.move(Memory.INNOVATION, tracks.position, np.zeros(SIZE), *said)
+        waited = gaps.skipped_rounds
+        after = np.sum((truths - tracks.position).astype(np.float64) ** 2, axis=1)
+        assert (after <= squares * (1 + 1e-6) + 1e-30).all()
+    assert (after[squares > tolerance] < squares[squares > tolerance]).all()
+
+
+CLIENT = st.tuples(st.booleans(), st.booleans(), st.integers(0, 5))
+
+
+@given(st.lists(CLIENT, max_size=20), st.integers(1, 4))
+def test_everyone_sends_or_is_skipping_or_is_out_of_range(clients, max_staleness):
+    columns = np.array(clients, np.int64).reshape(-1, 3)
+    wanting, in_range = columns[:, 0] == 1, columns[:, 1] == 1
+    before, after = columns[:, 2].copy(), columns[:, 2].copy()
+    senders, faulty = who_sends(wanting, in_range, after, max_staleness)
+
+    send = (wanting | (before >= max_staleness)) & in_range
+    assert senders.tolist() == np.flatnonzero(send).tolist()
+    assert faulty.tolist() == np.flatnonzero(~in_range).tolist()
+    expected = np.where(send, 0, before + (in_range & ~send))
+    assert after.tolist() == expected.tolist()
+
+
+def test_golden_bytes():
+    assert wire.encode_entry(Entry(5), None).hex() == "00"
+    assert wire.encode_entry(Entry(5, is_step=False), None).hex() == "10"
+    assert wire.encode_entry(Entry(5, movement=1.5, is_rounded=True), None).hex() == "04c03f"
+    assert wire.encode_entry(Entry(5, quantum=2.0**-20), None).hex() == "2027"
+    short = Entry(5, None, of_position(0), 2.0)
+    assert wire.encode_entry(short, None).hex() == "0e0000000000000040" + GOLDEN_POSITION
+    assert wire.encode_log(300, [b"\0", b"\x10"]).hex() == GOLDEN_LOG
+    snapshot = wire.encode_snapshot(start(), np.linspace(-1, 1, LENGTH, dtype=np.float32))
+    assert snapshot.hex() == GOLDEN_SNAPSHOT
+
+
+GOLDEN_POSITION = "090311003f0502cc55dd"
+GOLDEN_LOG = "62ac02020010e47113f5"
+GOLDEN_SNAPSHOT = "730101000004000501000400050100023de3b4e89f8a"
+
+
+def test_what_is_out_of_order_is_named():
+    written, after = entries(start())
+    log = wire.encode_log(1, written)
+    with pytest.raises(WireError, match="begins with round 1; the model here is at 13"):
+        wire.follow_log(log, after, MOVEMENT)
+    with pytest.raises(WireError, match="begins with round 4; the model here is at 1"):
+        wire.follow_log(wire.encode_log(4, written[3:]), start(), MOVEMENT)
+    with pytest.raises(WireError, match="changes a velocity; this model has none"):
+        wire.follow_log(log, start("auto"), MOVEMENT)
+    with pytest.raises(MessageError, match="changes a velocity; the model of this recipe"):
+        advance(start("auto"), Entry(1, of_velocity(0)), MOVEMENT)
+    snapshot = wire.encode_snapshot(after, start().parameters)
+    with pytest.raises(WireError, match="relative to a starting model"):
+        wire.decode_snapshot(snapshot, start(), None)
+    with pytest.raises(MessageError, match="entry 3 cannot follow"):
+        advance(start(), Entry(3), MOVEMENT)
+
+
+def test_the_head_of_an_entry_is_checked():
+    for entry, message in (
+        ("04c0", "inside a number"),
+        ("04c0bf", "the movement in entry 1 is -1.5"),
+        ("08", "flags of entry 1 are 08"),
+        ("14c03f", "flags of entry 1 are 14"),
+        ("40", "flags of entry 1 are 40"),
+        ("30", "flags of entry 1 are 30"),
+        ("20fe01", r"a quantum of 2\^127; exponents go from -126 to 101"),
+    ):
+        with pytest.raises(WireError, match=message):
+            wire.follow_log(wire.encode_log(1, [bytes.fromhex(entry)]), start(), MOVEMENT)
+
+
+def test_entries_of_another_run_are_refused():
+    """An entry that was coded with another sum as context does not decode to something else."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-1, 2, 4000)
+    first = init_public(make_recipe("lean"), np.zeros(4000, np.float32))
+    track = first.track._replace(velocity=rows[None] / 8.0, direction=rows[None].astype(np.int8))
+    big = first._replace(track=track)
+    levels = (3 - 2 * rows).astype(np.uint8)
+    entry = Entry(1, Upload(levels, 0.125, 3, Grid.MIDTREAD), None, 1.0)
+    log = wire.encode_log(1, [wire.encode_entry(entry, wire.known_velocity(big))])
+    assert wire.follow_log(log, big, MOVEMENT).round == 2
+    changed = big._replace(track=track._replace(velocity=np.roll(track.velocity, 1)))
+    with pytest.raises(WireError, match="another reference"):
+        wire.follow_log(log, changed, MOVEMENT)
+
+
+NUMBERS = st.sampled_from([0.0, -0.0, 0.5, -0.25, 3.0, 1e-300, 1e300])
+NUMBERS |= st.floats(allow_nan=False, width=64)
+PAIRS = st.integers(1, 60).flatmap(lambda n: arrays.arrays(np.float64, (2, n), elements=NUMBERS))
+
+
+@given(PAIRS, st.sampled_from(["float32", "float64"]))
+def test_vectors_come_back_to_the_bit(pair, dtype):
+    with np.errstate(over="ignore"):
+        new, old = pair.astype(dtype)
+    data = encode_vector(new, old)
+    assert decode_vector(np.frombuffer(data, np.uint8), old).tobytes() == new.tobytes()
+
+
+def test_sums_of_quantized_vectors_cost_about_what_their_frames_do():
+    """Ten sparse ternary uploads: their sum takes no more than they did."""
+    from aqg.wire import encode
+
+    rng = np.random.default_rng(1)
+    total, frames = np.zeros(100_000), 0
+    for _ in range(10):
+        levels = np.ones(len(total), np.uint8)
+        levels[rng.choice(len(total), 40, replace=False)] = rng.choice([0, 2], 40)
+        upload = Upload(levels, float(1 + rng.integers(128) / 128) / 512, 2, Grid.MIDTREAD)
+        total += upload.values(np.float64)
+        frames += len(encode(upload))
+    assert len(encode_vector(total, np.zeros_like(total))) < frames

@@ -11,7 +11,7 @@ from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import Training
 
 from tests.flower.memory_grid import MemoryGrid, server_context
-from tests.flower.saved import Saved
+from tests.flower.own_messages import Saved
 from tests.problems import tiny_problem
 
 ALPHA = 0.1
@@ -55,20 +55,11 @@ class Federation:
 
     def __init__(self, path, task=task_of, **config):
         self.path = path
-        self.config = {
-            "num-clients": 3,
-            "num-server-rounds": 8,
-            "alpha": ALPHA,
-            "recipe": "qgd",
-            "downlink": "exact",
-            "weighting": "equal",
-            "exact": True,
-            "trust-partition-id": True,
-            "round-timeout": 1.0,
-            "start-timeout": 2.0,
-            "run-dir": str(path / "run"),
-            "client-state-dir": str(path / "nodes"),
-        } | {_KEYS.get(key, key).replace("_", "-"): value for key, value in config.items()}
+        self.config = {"num-clients": 3, "num-server-rounds": 8, "alpha": ALPHA, "recipe": "qgd"}
+        self.config |= {"downlink": "exact", "weighting": "equal", "exact": True}
+        self.config |= {"trust-partition-id": True, "round-timeout": 1.0, "start-timeout": 2.0}
+        self.config |= {"run-dir": str(path / "run"), "client-state-dir": str(path / "nodes")}
+        self.config |= {_KEYS.get(k, k).replace("_", "-"): value for k, value in config.items()}
         nodes = {NODES[index]: {"partition-id": index} for index in (2, 0, 1)}
         app = make_client_app(task)
         self.grid = MemoryGrid(app, nodes, self.config, keeps_memories=True)

@@ -33,9 +33,8 @@ def is_farewell(message):
 
 def on_the_wire(message):
     """Serialize and read back."""
-    return message_from_proto(
-        MessageProto.FromString(message_to_proto(message).SerializeToString())
-    )
+    data = message_to_proto(message).SerializeToString()
+    return message_from_proto(MessageProto.FromString(data))
 
 
 @dataclass

@@ -1,12 +1,18 @@
-"""What is in messages of our own app, for tests that look at it or change it on the way."""
+"""What is in messages of our own app, to look at or to change; and what a run has on disk."""
 
 from dataclasses import replace
 
+import numpy as np
 from flwr.app import ConfigRecord
 
+from aqg.channel.client import CopyStore
+from aqg.core.downlink import resolve_downlink
+from aqg.core.server import Step
 from aqg.errors import AqgError
 from aqg.flower.envelope import RECORD, Envelope, pack
+from aqg.protocol.book import book_from_arrays
 from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 
 KNOWN = {}
 """Orders that said the terms of a run, by the run and the client."""
@@ -75,3 +81,37 @@ def change_metrics(message, **metrics):
         if name == "metrics" and kind == "m":
             values.update(metrics)
     message.content[RECORD] = pack(envelope)
+
+
+class Saved:
+    def __init__(self, directory, recipe, downlink="auto"):
+        arrays = read_arrays(directory / "checkpoint.npz")
+        how = Step(0.0, downlink=resolve_downlink(downlink, recipe))
+        self.book = book_from_arrays(arrays, recipe, how, None)
+        self.digest = arrays["copy_digest"].tobytes()
+        self._run = f"{arrays['run']}0"
+
+    def mirrors(self, place):
+        """Return the mirrors that a client has in a directory."""
+        (path,) = place.glob(f"{self._run}-*")
+        return ClientStore(DirectoryVault(path), path.name).load()
+
+    def model(self, place):
+        """Return the model that a client has in a directory."""
+        held = CopyStore(DirectoryVault(place / self._run), self._run).load()
+        return None if held is None else held[0]
+
+    def has_mirror(self, client, snapshot):
+        """Whether a mirror is the server's of a client, bit for bit."""
+        if snapshot is None or snapshot.stamp != self.book.entries[client].stamp:
+            return False
+        position = snapshot.state.track.position[0]
+        return np.array_equal(position, self.book.state.mirror(client))
+
+    def agrees(self, client, place):
+        """Whether a client's mirror and model are the server's."""
+        mirrors, model = self.mirrors(place), self.model(place)
+        assert mirrors is not None
+        assert model is not None
+        is_model = np.array_equal(model.vector, self.book.parameters)
+        return is_model and model.digest == self.digest and self.has_mirror(client, mirrors.current)

@@ -3,8 +3,6 @@
 python tests/flower/simulation.py ROUNDS NAME...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -42,15 +40,10 @@ def main(rounds: int, names: list[str]) -> None:
                 "plain_down": counts.train.plain_down,
             }
 
-    run_simulation(
-        app,
-        make_app([aqg_mod]),
-        num_supernodes=NUM_CLIENTS,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": 1, "include_dashboard": False},
-        },
-    )
+    resources = {"num_cpus": 1, "num_gpus": 0.0}
+    ray = {"num_cpus": 1, "include_dashboard": False}
+    backend = {"client_resources": resources, "init_args": ray}
+    run_simulation(app, make_app([aqg_mod]), num_supernodes=NUM_CLIENTS, backend_config=backend)
     print(json.dumps(found))
 
 

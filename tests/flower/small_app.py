@@ -1,7 +1,5 @@
 """Ordinary Flower apps of NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,14 +17,11 @@ OPTIMUM = np.average(TARGETS, axis=0, weights=SIZES)
 FROZEN = np.arange(5000, dtype=np.float32)
 
 
-def first_arrays(name="layer"):
+def first_arrays():
     """A layer that is trained, one that is not, and batch normalization."""
-    arrays = {
-        f"{name}.weight": np.zeros(SHAPE, np.float32),
-        f"{name}.frozen": FROZEN,
-        "bn.running_mean": np.zeros(6, np.float32),
-        "bn.num_batches_tracked": np.zeros((), np.int64),
-    }
+    arrays = {"layer.weight": np.zeros(SHAPE, np.float32), "layer.frozen": FROZEN}
+    arrays["bn.running_mean"] = np.zeros(6, np.float32)
+    arrays["bn.num_batches_tracked"] = np.zeros((), np.int64)
     return ArrayRecord({key: Array(value) for key, value in arrays.items()})
 
 
@@ -97,11 +92,8 @@ def make_app(mods, noise=0.0, seen=None):
 
 
 def everyone(**options):
-    return {
-        "min_train_nodes": NUM_CLIENTS,
-        "min_available_nodes": NUM_CLIENTS,
-        "min_evaluate_nodes": NUM_CLIENTS,
-    } | options
+    names = "min_train_nodes", "min_available_nodes", "min_evaluate_nodes"
+    return dict.fromkeys(names, NUM_CLIENTS) | options
 
 
 def unevaluated(**options):
@@ -126,10 +118,8 @@ class Own(Strategy):
     def aggregate_train(self, server_round, replies):
         contents = [reply.content for reply in replies if not reply.has_error()]
         names = list(contents[0]["arrays"])
-        middle = {
-            n: np.sort(np.stack([c["arrays"][n].numpy() for c in contents]), 0)[1:-1].mean(0)
-            for n in names
-        }
+        tensors = {n: np.stack([c["arrays"][n].numpy() for c in contents]) for n in names}
+        middle = {n: np.sort(tensor, 0)[1:-1].mean(0) for n, tensor in tensors.items()}
         arrays = ArrayRecord({n: Array(np.asarray(v)) for n, v in middle.items()})
         return arrays, MetricRecord({"replies": len(contents)})
 

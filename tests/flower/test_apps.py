@@ -87,9 +87,8 @@ def test_every_recipe_ends_with_the_simulators_model(tmp_path, recipe, downlink)
     assert np.array_equal(federation.run(), simulation.parameters)
 
 
-scalars = st.one_of(
-    st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=40)
-)
+scalars = st.integers(-(2**63), 2**63 - 1) | st.floats()
+scalars |= st.text(max_size=9) | st.binary(max_size=40)
 records = st.one_of(
     st.dictionaries(st.text(max_size=9) | st.just("bytes"), scalars, max_size=3).map(ConfigRecord),
     st.binary(max_size=40).map(
@@ -132,14 +131,6 @@ def test_what_a_node_says_cannot_write_to_the_terminal(tmp_path, caplog):
     assert any("gone 2026 round 9: all is well\\x1b[2J" in text for text in texts)
 
 
-def test_a_run_that_diverges_stops(tmp_path):
-    federation = Federation(tmp_path, alpha=1e9, recipe="gd", rounds=50)
-    final = federation.run()
-    assert 2 <= len(federation.rows()) < 50
-    assert np.isfinite(final).all()
-    assert federation.summary["diverged"]
-
-
 @pytest.mark.parametrize(
     ("lie", "num_clients"),
     [(math.inf, 2), (math.nan, 3), (10**400, 3), (1e300, 2), (-1e300, 3), (1e300, 3)],
@@ -153,11 +144,9 @@ def test_one_liar_cannot_stop_a_run(tmp_path, lie, num_clients):
     honest, lied = (Federation(tmp_path / name, rounds=4) for name in ("honest", "lied"))
     for federation in (honest, lied):
         federation.config["num-clients"] = num_clients
-        federation.grid.node_configs = {
-            node: config
-            for node, config in federation.grid.node_configs.items()
-            if config["partition-id"] < num_clients
-        }
+        nodes = federation.grid.node_configs.items()
+        few = {node: own for node, own in nodes if own["partition-id"] < num_clients}
+        federation.grid.node_configs = few
     lied.grid.answer = answer
     same = np.array_equal(lied.run(), honest.run())
     assert same == (abs(lie) <= 1e300)  # what is no number is refused, and the update with it
@@ -280,12 +269,8 @@ def test_a_client_counts_for_no_more_than_the_largest_share(tmp_path):
     federation.grid.answer = claim(10**15)
     federation.run()
     (incident,) = federation.rows()[0]["incidents"]
-    assert incident == {
-        "client": 1,
-        "node": 18,
-        "kind": "capped",
-        "text": "reports 1000000000000000 samples; it counts for 0.6 of all",
-    }
+    text = "reports 1000000000000000 samples; it counts for 0.6 of all"
+    assert incident == {"client": 1, "node": 18, "kind": "capped", "text": text}
     weights = federation.checkpoint["weights"]
     assert weights[1] / weights.sum() == pytest.approx(0.6)
     assert weights.mean() == pytest.approx(1)
@@ -378,11 +363,8 @@ def test_large_models_travel_as_arrays(tmp_path, downlink):
     start = np.random.default_rng(9).standard_normal(size).astype(np.float32)
     final = federation.run(start)
     assert {"arrays ArrayRecord", "aqg ArrayRecord"} <= kinds
-    sums = [
-        sum(np.random.default_rng((0, m, k)).standard_normal(size).astype(np.float32) * 1.0
-            for m in range(3)) for k in (1, 2)
-    ]  # fmt: skip
-    assert np.allclose(final, start - ALPHA * (sums[0] + sums[1]), atol=1e-5)
+    total = sum(train(None, k, (0, m, k))[1] * 1.0 for k in (1, 2) for m in range(3))
+    assert np.allclose(final, start - ALPHA * total, atol=1e-5)
     assert federation.agree()
 
 
@@ -440,32 +422,6 @@ def test_mlflow_has_every_round_and_goes_on(tmp_path):
     assert run.data.metrics["summary/final_loss"] == pytest.approx(final_loss)
     with pytest.raises(ConfigError, match="mlflow is 'gopher://nowhere', which cannot be used"):
         Federation(tmp_path / "other", mlflow="gopher://nowhere").run()
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"num-server-rounds": 0}, "num-server-rounds is 0; it must be at least 1"),
-        ({"num-server-rounds": "many"}, "num-server-rounds is 'many'; it must be a whole number"),
-        ({"num-server-rounds": True}, "num-server-rounds is True; it must be a whole number"),
-        ({"min-clients": 4}, "min-clients is 4; it must be at most 3"),
-        ({"min-clients": 2, "fraction-train": 0.34}, "only 1 of 3 clients are sampled"),
-        ({"recipe": "magic"}, "unknown recipe 'magic'"),
-        ({"optimizer": "magic"}, "unknown optimizer 'magic'"),
-        ({"weighting": "age"}, "unknown weighting 'age'"),
-        ({"round-timeout": 0.0}, "round-timeout is 0.0; it must be above 0"),
-        ({"tensorboard": True, "run-dir": ""}, "run-dir is empty"),
-        ({"trust-partition-id": "yes"}, "it must be true or false"),
-        ({"metrics-every": -1}, "metrics-every is -1; it must be at least 0"),
-        ({"max-bytes": -1}, "max-bytes is -1; it must be at least 0"),
-        ({"patience": -1}, "patience is -1; it must be at least 0"),
-    ],
-)
-def test_a_bad_setting_is_named(tmp_path, change, complaint):
-    federation = Federation(tmp_path)
-    federation.config |= change
-    with pytest.raises(ConfigError, match=complaint):
-        federation.run()
 
 
 def test_an_app_may_bring_settings_of_its_own(tmp_path):
@@ -555,7 +511,12 @@ def test_a_run_does_not_go_on_with_other_steps(tmp_path):
         federation.run()
 
 
-def test_enough_time_or_bytes(tmp_path):
+def test_a_run_stops_where_it_diverges_and_after_enough_time_or_bytes(tmp_path):
+    federation = Federation(tmp_path / "diverges", alpha=1e9, recipe="gd", rounds=50)
+    final = federation.run()
+    assert 2 <= len(federation.rows()) < 50
+    assert np.isfinite(final).all()
+    assert federation.summary["diverged"]
     federation = Federation(tmp_path, rounds=500, max_seconds=0.5)
     federation.run()
     assert 1 <= len(federation.rows()) < 100

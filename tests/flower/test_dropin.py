@@ -1,26 +1,26 @@
 """The drop-in with every kind of strategy, in memory: real messages, really serialized."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
+import re
 import sys
+import tomllib
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
-from flwr.server import strategy as legacy
+from flwr.serverapp import ServerApp
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg
 
 from aqg.channel.settings import Settings
 from aqg.core.downlink import Condensed, make_downlink
 from aqg.core.recipes import make_recipe
-from aqg.errors import ConfigError
 from aqg.flower import Compressed, aqg_mod, envelope, make_mod
 from aqg.flower.grid import CompressedGrid
 from aqg.wire.varint import write_varint
@@ -46,10 +46,6 @@ from tests.flower.small_app import (
 from tests.problems import soak
 
 ROOT = Path(__file__).parents[2]
-
-
-def _trains(message):
-    return message.metadata.message_type == "train"
 
 
 def make_grid(app=None, num_clients=NUM_CLIENTS, **options):
@@ -167,16 +163,12 @@ def test_clients_that_agree_come_as_far_as_without(noise):
 
 @pytest.mark.soak
 def test_every_kind_of_strategy_in_flowers_simulation():
-    pytest.importorskip("ray")
     names = "FedAvg", "FedAvgM", "FedAdam", "FedProx", "FedMedian", "Krum", "DP", "own", "AQG"
     script, paths = ROOT / "tests/flower/simulation.py", (str(ROOT / "src"), str(ROOT))
     alone = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # no cluster that runs here
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **alone}
-    out = commands.run(
-        *(sys.executable, str(script), "2", *names),
-        PYTHONPATH=os.pathsep.join(paths),
-        **quiet,
-    )
+    command = sys.executable, str(script), "2", *names
+    out = commands.run(*command, PYTHONPATH=os.pathsep.join(paths), **quiet)
     results = json.loads(out.splitlines()[-1])
     for name in names:
         result = results[name]
@@ -235,14 +227,10 @@ def test_all_is_as_before_but_the_bytes(caplog):
         return MetricRecord({"distance": distance(arrays)})
 
     config = {"lr": 0.5, "flag": True, "b": b"\0\1", "l": [1, 2], "s": "x"}
-    result = run(
-        Compressed(FedAvg(**everyone())),
-        make_grid(make_app([aqg_mod], seen=seen)),
-        rounds=4,
-        train_config=ConfigRecord(config),
-        evaluate_config=ConfigRecord({"batches": 3}),
-        evaluate_fn=evaluate_fn,
-    )
+    options = {"train_config": ConfigRecord(config), "evaluate_fn": evaluate_fn}
+    options["evaluate_config"] = ConfigRecord({"batches": 3})
+    grid = make_grid(make_app([aqg_mod], seen=seen))
+    result = run(Compressed(FedAvg(**everyone())), grid, rounds=4, **options)
     assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4]
     assert len(seen) == 4 * NUM_CLIENTS
     for place, (_, told, names) in enumerate(seen):
@@ -334,37 +322,6 @@ def test_several_records_and_low_level_grids():
     assert np.abs(models["model"] - 1).max() < 0.05
 
 
-class Mine(legacy.FedTrimmedAvg):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "complaint"),
-    [
-        ("FedAvg", {}, "strategy is a str; it must be a Strategy"),
-        (legacy.FedAvg(), {}, r"use flwr\.serverapp\.strategy\.FedAvg$"),
-        (Mine(), {}, r"use flwr\.serverapp\.strategy\.FedTrimmedAvg$"),
-        (FedAvg(), {"recipe": "corse"}, r"defaults are auto, .* and lean, .* also .*stc"),
-        (FedAvg(), {"recipe": "auto:keep=0.1"}, "no option 'keep'; it has: share, noise"),
-        (FedAvg(), {"recipe": "auto:noise=nan"}, "noise is nan; it must be above 0"),
-        *(
-            (FedAvg(), {"downlink": name}, r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$")
-            for name in ("none", "exact", "full")
-        ),
-    ],
-)
-def test_settings_that_do_not_work_are_told_what_does(strategy, options, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        Compressed(strategy, **options)
-
-
-def test_it_must_be_the_outermost():
-    inner = Compressed(FedAvg(**everyone()))
-    outer = flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, NUM_CLIENTS)
-    with pytest.raises(ConfigError, match="outermost"):
-        run(outer)
-
-
 # What can go wrong.
 
 
@@ -416,7 +373,12 @@ def test_bad_replies_are_refused_by_name(recipe, bound, caplog):
 
     def answer(node, reply):
         place, is_odd = divmod(grid.rounds[node] - 2, 2)
-        if node == 101 and _trains(reply) and not is_odd and place < len(FORGED):
+        if (
+            node == 101
+            and reply.metadata.message_type == "train"
+            and not is_odd
+            and place < len(FORGED)
+        ):
             FORGED[place][0](reply)
         return reply
 
@@ -491,3 +453,60 @@ def test_a_tensor_that_is_trained_later():
     for name in "ab":
         assert np.abs(result.arrays[name].numpy() - 1).max() < 0.25
     assert strategy.counts.train.up < 24 * NUM_CLIENTS * 2000
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-flower-app.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+APP = re.search(r"<!-- file: app.py -->\n```python\n(.*?)```", TEXT, re.DOTALL)[1]
+PROJECT = re.search(r"<!-- file: pyproject.toml -->\n```toml\n(.*?)```", TEXT, re.DOTALL)[1]
+PLAIN = {"ClientApp(mods=[aqg_mod])": "ClientApp()", "= Compressed(FedAvg(": "= (FedAvg("}
+NUM_NODES = 5
+
+
+def run_page(app, capsys, caplog):
+    """Return the accuracies, and kilobytes up and down of every round that says them."""
+    module = {"__name__": "app"}
+    exec(compile(app, "app.py", "exec", dont_inherit=True), module)
+    nodes = {100 + m: {"partition-id": m, "num-partitions": NUM_NODES} for m in range(NUM_NODES)}
+    module["main"](MemoryGrid(module["client"], nodes), None)
+    said = capsys.readouterr().out + caplog.text
+    caplog.clear()
+    accuracies = [float(x) for x in re.findall(r"round \d+: accuracy ([\d.]+)", said)]
+    line = r"aqg: ([\d.]+) kB up \(of [\d.]+ kB\), ([\d.]+) kB down"
+    return accuracies, [[float(x) for x in pair] for pair in re.findall(line, said)]
+
+
+@pytest.mark.soak
+def test_the_app_is_compressed_and_as_good(tmp_path, monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    monkeypatch.setenv("AQG_STATE_DIR", str(tmp_path / "state"))
+    accuracies, sizes = run_page(APP, capsys, caplog)
+    plain = APP
+    for line, without in PLAIN.items():
+        assert line in plain
+        plain = plain.replace(line, without)
+    plain_accuracies, plain_sizes = run_page(plain, capsys, caplog)
+    assert not plain_sizes
+    assert len(sizes) == 20
+    assert len(accuracies) == len(plain_accuracies) == 21  # before the first round, too
+    printed = re.search(r"^aqg: ([\d.]+) kB up .*, ([\d.]+) kB down", TEXT, re.MULTILINE)
+    assert printed is not None
+    assert sizes[-1][0] == pytest.approx(float(printed[1]), rel=0.1)
+    most = float(re.search(r"they receive up to ([\d.]+) kB", TEXT)[1])  # entries differ in length
+    assert float(printed[2]) <= most
+    assert max(down for _, down in sizes[1:]) < 1.2 * most
+    shown = float(re.search(r"^round 20: accuracy ([\d.]+)", TEXT, re.MULTILINE)[1])
+    assert accuracies[-1] == pytest.approx(shown, abs=0.02)
+    assert plain_accuracies[-1] == pytest.approx(shown, abs=0.02)
+
+
+def test_the_project_names_the_app_and_what_it_needs():
+    project = tomllib.loads(PROJECT)
+    module = {"__name__": "app"}
+    exec(compile(APP, "app.py", "exec", dont_inherit=True), module)
+    components = project["tool"]["flwr"]["app"]["components"]
+    assert {place.partition(":")[0] for place in components.values()} == {"app"}
+    assert isinstance(module[components["serverapp"].partition(":")[2]], ServerApp)
+    assert isinstance(module[components["clientapp"].partition(":")[2]], ClientApp)
+    assert any(name.startswith("aqg[flower") for name in project["project"]["dependencies"])
+    assert "run_simulation" not in TEXT  # Flower deprecates it

@@ -113,10 +113,6 @@ def of_another_version(reply):
     reply.content["aqg"] = pack(envelope)
 
 
-def no_envelope(reply):
-    reply.content["aqg"] = ConfigRecord({"bytes": "nothing"})
-
-
 def raises(_gradient):
     raise RuntimeError("out of memory")
 
@@ -164,20 +160,8 @@ def changed(**fields):
     )
 
 
-def with_damaged_log(order):
-    return order.log[:2] + bytes([order.log[2] ^ 1]) + order.log[3:]
-
-
 def strike(_, order):
     order.content["aqg"]["bytes"] = flipped(order.content["aqg"]["bytes"])
-
-
-def strike_within(_, order):
-    put(order, flipped(parts_of(order)[0]))
-
-
-def obeyed_before(federation, order):
-    federation.grid.call(18, on_the_wire(order))
 
 
 STRANGERS = {50: {"partition-id": 1}, 51: {"partition-id": 7}, 52: {}}
@@ -194,6 +178,8 @@ def unpatient(federation):
     grid.deliver = at(2, 18, lambda _: grid.contexts[18].node_config.pop("aqg-state-days"))
 
 
+NO_ENTRIES, FOREIGN = encode_log(3, []), encode_log(2, [b"\x10"])
+TEXT, FOUR_ERRORS = ConfigRecord({"bytes": "nothing"}), {"error": [(k, 1) for k in range(1, 5)]}
 FAULTS = {
     "a lost reply": (replied(lambda _: LOST), LOSES_AN_UPLOAD, ""),
     "more nodes that claim a partition": (
@@ -209,55 +195,31 @@ FAULTS = {
         REJECTED,
         "",
     ),
-    "a reply to another round": (
-        replied(lambda reply: change_reply(reply, round=1)),
-        REJECTED,
-        "version 1",
-    ),
-    "no envelope": (replied(no_envelope), REJECTED, "not bytes"),
+    "another round": (replied(lambda reply: change_reply(reply, round=1)), REJECTED, "version 1"),
+    "no envelope": (replied(lambda reply: reply.content.update(aqg=TEXT)), REJECTED, "not bytes"),
     "another version": (replied(of_another_version), REJECTED, "aqg 0.0.9"),
     "a client that raises": (trained(raises), {"error": [(3, 1)]}, "out of memory"),
-    "a gradient that is not finite": (
-        trained(with_nan),
-        {"fault": [(3, 1)]},
-        "'parameters' holds NaN or infinity",
-    ),
+    "a gradient with NaN": (trained(with_nan), {"fault": [(3, 1)]}, "holds NaN or infinity"),
     "a restarted node with its state": (restarted, {}, ""),
     "a restarted node without": (in_context, {"resync": [(4, 1)], "lost": [(4, 1)]}, ""),
     "a node under a new id": (ordered(under_a_new_id), {"missing": [(3, 1)]}, ""),
-    "a damaged mirror on disk": (
-        ordered(rotten_mirror, {3, 4}),
-        {"resync": [(3, 1), (4, 1)]},
-        "began from zero",
-    ),
+    "a rotten mirror": (ordered(rotten_mirror, {3, 4}), {"resync": [(3, 1), (4, 1)]}, "from zero"),
     "a damaged model on disk": (ordered(rotten_copy), SENT_AGAIN, ""),
-    "a damaged log": (ordered(changed(log=with_damaged_log)), SENT_AGAIN, ""),
-    "an order without the log": (
-        ordered(changed(log=lambda _: encode_log(3, []))),
+    "a damaged log": (ordered(changed(log=lambda order: flipped(order.log))), SENT_AGAIN, ""),
+    "no log": (ordered(changed(log=lambda _: NO_ENTRIES)), SENT_AGAIN, "and round 2 is held here"),
+    "foreign entries": (ordered(changed(log=lambda _: FOREIGN)), SENT_AGAIN, "the server says"),
+    "a wrong digest": (ordered(changed(public=lambda _: bytes(4))), SENT_AGAIN, "the server says"),
+    "a damaged order": (
+        ordered(lambda _, order: put(order, flipped(parts_of(order)[0]))),
         SENT_AGAIN,
-        "the log begins with round 3, and round 2 is held here",
+        "terms of the run are not known",
     ),
-    "foreign entries": (
-        ordered(changed(log=lambda _: encode_log(2, [b"\x10"]))),
-        SENT_AGAIN,
-        "the server says",
-    ),
-    "a damaged digest": (
-        ordered(changed(public=lambda _: bytes(4))),
-        SENT_AGAIN,
-        "the server says",
-    ),
-    "a damaged order": (ordered(strike_within), SENT_AGAIN, "terms of the run are not known"),
     "an order delivered twice": (
-        ordered(obeyed_before),
+        ordered(lambda f, order: f.grid.call(18, on_the_wire(order))),
         REJECTED,
         "it has answered a later order already",
     ),
-    "orders that cannot be read": (
-        ordered(strike, range(1, 5)),
-        {"error": [(k, 1) for k in range(1, 5)]},
-        "the checksum of the envelope is wrong",
-    ),
+    "struck orders": (ordered(strike, range(1, 5)), FOUR_ERRORS, "checksum of the envelope is"),
 }
 
 

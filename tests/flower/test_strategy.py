@@ -1,22 +1,46 @@
-"""Our own strategy with ordinary Flower clients: the mod, and handlers that know nothing of aqg."""
-
-from __future__ import annotations
+"""Our own strategy with ordinary Flower clients, and what they hold on disk and in memory."""
 
 import json
 import logging
 import math
+import random
 import shutil
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.server import strategy as legacy
+from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.supercore.task_identity import TaskIdentity
 
 from aqg import make_recipe
-from aqg.errors import ConfigError, RunError
-from aqg.flower import AQG, Compressed, aqg_mod
+from aqg.channel.settings import Settings
+from aqg.channel.stepping import SteppingChannel, Travel
+from aqg.channel.tensors import Kind
+from aqg.core.downlink import Condensed, Exact, Full
+from aqg.core.server import Step
+from aqg.errors import ConfigError, MessageError, RunError
+from aqg.flower import AQG, Buffered, Compressed, FlowerTask, aqg_mod, make_client_app, make_mod
+from aqg.flower.envelope import (
+    COMPRESSED,
+    FULL,
+    RECORD,
+    Envelope,
+    array_of,
+    pack,
+    record_of,
+    tensor_of,
+)
+from aqg.protocol import ClientSession, ServerSession
+from aqg.protocol.messages import reply_from_bytes
+from aqg.protocol.store import DirectoryVault
 
-from tests.flower.saved import Saved
+from tests.flower.federation import Federation
+from tests.flower.own_messages import ANY, Saved, parts_of
 from tests.flower.small_app import (
     FROZEN,
     NUM_CLIENTS,
@@ -29,6 +53,7 @@ from tests.flower.small_app import (
     make_app,
 )
 from tests.flower.test_dropin import FLOOR, make_grid
+from tests.problems import soak
 
 OPTIONS = {"round_timeout": 60.0, "start_timeout": 5.0, "step": "fixed"}
 
@@ -101,13 +126,9 @@ def test_what_handlers_and_functions_are_told():
         return MetricRecord({"distance": evaluated[-1][1]})
 
     grid = make_grid(make_app([aqg_mod], seen=seen))
-    result = make_strategy(client_eval_every=2).start(
-        grid,
-        first_arrays(),
-        num_rounds=5,
-        train_config=ConfigRecord({"lr": 0.5}),
-        evaluate_fn=evaluate,
-    )
+    options = {"train_config": ConfigRecord({"lr": 0.5}), "evaluate_fn": evaluate}
+    strategy = make_strategy(client_eval_every=2)
+    result = strategy.start(grid, first_arrays(), num_rounds=5, **options)
     assert [number for number, _ in evaluated] == [0, 1, 2, 3, 4, 5]
     assert {config["server-round"] for _, config, _ in seen} == {1, 2, 3, 4, 5}
     assert {config["lr"] for _, config, _ in seen} == {0.5}
@@ -226,36 +247,79 @@ def test_a_client_without_the_mod_is_told_apart(tmp_path, caplog, weighting):
     assert "write ClientApp(mods=[aqg_mod]) in its app" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "given", "complaint"),
-    [
-        ({"patiense": 3}, {}, "AQG has no setting 'patiense'; 'patience'"),
-        ({"recipe": "magic"}, {}, "unknown recipe 'magic'"),
-        ({}, {"num_rounds": 0}, "rounds is 0; it must be at least 1"),
-        ({"include": "lora"}, {}, "include pattern 'lora' matches none of the 2 tensors"),
-        ({}, {"initial_arrays": [1.0]}, "the model to start from is a list"),
-        ({}, {"initial_arrays": FedAvg()}, "a strategy, FedAvg: to keep that, write Compressed"),
-        (
-            {"evaluate": lambda _: 1.0},
-            {"evaluate_fn": lambda number, arrays: None},
-            "give one of them",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(options, given, complaint):
+class Mine(legacy.FedTrimmedAvg):
+    pass
+
+
+def begin(given=None, **options):
+    start = {"initial_arrays": first_arrays()} | (given or {})
+    make_strategy(**options).start(make_grid(), **start)
+
+
+def serve(path, **config):
+    Federation(path, **config).run()
+
+
+def clipped(strategy):
+    return flower.DifferentialPrivacyServerSideFixedClipping(strategy, 0.1, 1.0, NUM_CLIENTS)
+
+
+LOCAL = {"memory": "none", "statistics": "local"}
+OTHER_DOWNLINK = r"here it is 'condensed'.*ratio=1\.0, bits=6,[^;]*$"
+REFUSED = [
+    (lambda _: Compressed("FedAvg"), "strategy is a str; it must be a Strategy"),
+    (lambda _: Compressed(legacy.FedAvg()), r"use flwr\.serverapp\.strategy\.FedAvg$"),
+    (lambda _: Compressed(Mine()), r"use flwr\.serverapp\.strategy\.FedTrimmedAvg$"),
+    (lambda _: Compressed(FedAvg(), recipe="corse"), "defaults are auto, .* lean, .* also .*stc"),
+    (lambda _: Compressed(FedAvg(), recipe="auto:keep=0.1"), "no option 'keep'; it has: share"),
+    (lambda _: Compressed(FedAvg(), recipe="auto:noise=nan"), "noise is nan; it must be above 0"),
+    *(
+        (lambda _, name=name: Compressed(FedAvg(), downlink=name), OTHER_DOWNLINK)
+        for name in ("none", "exact", "full")
+    ),
+    (lambda _: clipped(Compressed(FedAvg())).start(make_grid(), first_arrays()), "outermost"),
+    (lambda _: Compressed(make_strategy()).start(make_grid(), first_arrays()), "AQG compresses"),
+    (lambda _: Strategy.start(make_strategy(), make_grid(), first_arrays()), "call its start"),
+    *(
+        (lambda _, inner=inner: Buffered(inner, size=2), r"(AQG|Compressed), .* Compressed\(Buf")
+        for inner in (Compressed(FedAvg()), AQG(NUM_CLIENTS))
+    ),
+    (lambda _: Buffered(FedAvg(), size=0), "size is 0; it must be a whole number above 0"),
+    (lambda _: Buffered("FedAvg", size=2), "strategy is a str; it must be a Strategy"),
+    (lambda _: make_strategy(memory="none", recipe="lean"), "'none' with a recipe whose clients"),
+    (lambda _: Compressed(FedAvg(), memory="none", recipe="lean"), "'none' with a recipe whose"),
+    (lambda _: begin(**LOCAL), "statistics that clients keep to themselves"),
+    (lambda _: begin(patiense=3), "AQG has no setting 'patiense'; 'patience'"),
+    (lambda _: begin(recipe="magic"), "unknown recipe 'magic'"),
+    (lambda _: begin({"num_rounds": 0}), "rounds is 0; it must be at least 1"),
+    (lambda _: begin(include="lora"), "include pattern 'lora' matches none of the 2 tensors"),
+    (lambda _: begin({"initial_arrays": [1.0]}), "the model to start from is a list"),
+    (lambda _: begin({"initial_arrays": FedAvg()}), "a strategy, FedAvg: to keep that"),
+    (lambda _: begin({"evaluate_fn": lambda *_: None}, evaluate=lambda _: 1.0), "give one of them"),
+    (lambda path: serve(path, rounds=0), "num-server-rounds is 0; it must be at least 1"),
+    (lambda path: serve(path, rounds="many"), "num-server-rounds is 'many'; it must be a whole"),
+    (lambda path: serve(path, rounds=True), "num-server-rounds is True; it must be a whole number"),
+    (lambda path: serve(path, min_clients=4), "min-clients is 4; it must be at most 3"),
+    (lambda path: serve(path, min_clients=2, participation=0.34), "only 1 of 3 clients are"),
+    (lambda path: serve(path, recipe="magic"), "unknown recipe 'magic'"),
+    (lambda path: serve(path, optimizer="magic"), "unknown optimizer 'magic'"),
+    (lambda path: serve(path, weighting="age"), "unknown weighting 'age'"),
+    (lambda path: serve(path, round_timeout=0.0), "round-timeout is 0.0; it must be above 0"),
+    (lambda path: serve(path, tensorboard=True, run_dir=""), "run-dir is empty"),
+    (lambda path: serve(path, trust_partition_id="yes"), "it must be true or false"),
+    (lambda path: serve(path, metrics_every=-1), "metrics-every is -1; it must be at least 0"),
+    (lambda path: serve(path, max_bytes=-1), "max-bytes is -1; it must be at least 0"),
+    (lambda path: serve(path, patience=-1), "patience is -1; it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "complaint"), REFUSED)
+def test_what_cannot_be_is_named(tmp_path, make, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        make_strategy(**options).start(make_grid(), **{"initial_arrays": first_arrays(), **given})
-
-
-def test_nothing_else_drives_it():
-    with pytest.raises(ConfigError, match="it makes the model itself: call its start"):
-        Strategy.start(make_strategy(), make_grid(), first_arrays(), num_rounds=2)
-    with pytest.raises(ConfigError, match="AQG compresses by itself"):
-        Compressed(make_strategy()).start(make_grid(), first_arrays())
+        make(tmp_path)
 
 
 def test_tasks_send_metrics_as_well(tmp_path):
-    torch = pytest.importorskip("torch")
     from aqg.flower import FlowerTask, make_client_app
 
     def make_task(context):
@@ -298,21 +362,12 @@ def test_tasks_send_metrics_as_well(tmp_path):
 
 
 def test_a_module_with_tied_weights_serves_plain_clients():
-    torch = pytest.importorskip("torch")
-
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = torch.nn.Linear(3, 3, bias=False)
-            self.second = torch.nn.Linear(3, 3, bias=False)
-            self.second.weight = self.first.weight
-            self.frozen = torch.nn.Linear(3, 1).requires_grad_(False)
+    from tests.modules import Masked
 
     seen = []
 
     def answer(message, _context):
-        net = Tied()
+        net = Masked()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         seen.append(net.first.weight.detach().clone())
         with torch.no_grad():
@@ -320,11 +375,10 @@ def test_a_module_with_tied_weights_serves_plain_clients():
         metrics = MetricRecord({"num-examples": 1})
         return {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
 
-    start = Tied().first.weight.detach().clone()
-    result = make_strategy(recipe="gd").start(
-        make_grid(app_answering(answer)), Tied(), num_rounds=2
-    )
-    assert list(result.arrays) == list(Tied().state_dict())
+    start = Masked().first.weight.detach().clone()
+    grid, strategy = make_grid(app_answering(answer)), make_strategy(recipe="gd")
+    result = strategy.start(grid, Masked(), num_rounds=2)
+    assert list(result.arrays) == list(Masked().state_dict())
     for name in ("first.weight", "second.weight"):
         np.testing.assert_allclose(result.arrays[name].numpy(), start + 2.0, atol=1e-5)
     np.testing.assert_allclose(seen[-1], start + 1.0, atol=1e-5)
@@ -375,3 +429,149 @@ def test_after_any_faults_both_sides_agree_again(tmp_path, seed, downlink):
     assert len(saved.book.parameters) == 300
     for client in range(NUM_CLIENTS):
         assert saved.agrees(client, state / f"partition-{client}")
+
+
+LINK, NODE = 1, 5
+
+
+def train(params, _, key):
+    gradient = np.random.default_rng(key).standard_normal(len(params), np.float32)
+    gradient += params
+    return 0.0, gradient
+
+
+def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypatch):
+    """What was written before the index is of no account, and takes no place of what counts."""
+
+    def crash(_vault, _text):
+        raise RunError("the power fails")
+
+    def train_at(model, number):
+        return np.random.default_rng(number).standard_normal(len(model)) + model
+
+    server = ServerSession(np.zeros(5000), num_clients=1, recipe="lean")
+    client = ClientSession(tmp_path / "one")
+    server.take(0, client.answer(server.order(0), train_at))
+    server.step()
+    client.answer(server.order(0), train_at)  # is lost: the next order takes it back
+    server.step()
+    order = server.order(0)
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectoryVault, "write_index", crash)
+        with pytest.raises(RunError, match="the power fails"):
+            ClientSession(tmp_path / "one").answer(order, train_at)
+    answers = (ClientSession(tmp_path / n).answer(order, train_at) for n in ("one", "other"))
+    reply, other = (replace(reply_from_bytes(a, ANY), work_seconds=0.0) for a in answers)
+    assert reply == other
+    assert reply.rolled_back
+    vectors = [sum(1 for _ in (tmp_path / n).rglob("vector-*.npz")) for n in ("one", "other")]
+    assert vectors[0] == vectors[1], "what the crash left is gone"
+
+
+@pytest.mark.parametrize(
+    ("downlink", "most_vectors"),
+    [soak(Full(), 6.9), soak(Exact(), 8.1), (Condensed(), 7.5)],
+)
+def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_vectors):
+    length = 1_200_000  # beyond the context coder, which needs memory of its own
+    app = make_client_app(lambda _: FlowerTask(train, num_samples=1))
+    context = Context(1, NODE, {"aqg-state-dir": str(tmp_path)}, RecordDict(), {})
+    members, step = (1, lambda _: 0), Step(0.1, downlink=downlink)
+    start = {"parameters": np.zeros(length, np.float32)}
+    travel = Travel({"parameters": Kind.VECTOR})
+    channel = SteppingChannel("p1", start, Settings(recipe="lean"), members, step, travel)
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, LINK
+    for number in range(3):
+        tracemalloc.start()
+        try:
+            phase = channel.publish({}, is_train=True)
+            part, is_full = channel.order(NODE, evaluate=False)
+            envelope, content = Envelope(), {}
+            envelope.add("arrays", FULL if is_full else COMPRESSED, part)
+            if is_full:
+                content["arrays"] = record_of(channel.copied().items())
+            content[RECORD] = pack(envelope)
+            message = Message(RecordDict(content), NODE, "train", ttl=60.0)
+            message.metadata.__dict__["_message_id"] = str(number)
+            del content
+            reply = app(message, context)
+            peak = tracemalloc.get_traced_memory()[1] / (4 * length)
+        finally:
+            tracemalloc.stop()
+        channel.take(NODE, phase, parts_of(reply)[0]).commit()
+        channel.step({0}, is_step=True)
+    # The model in the message, the mirror and its direction, the gradient, what is sent of it,
+    # its levels, and the next mirror and direction; not all at a time.
+    # With a log, the public model before and after an entry comes first, and makes room then.
+    assert peak < most_vectors
+
+
+def own_strategy(**options):
+    fixed = {"round_timeout": 5.0, "start_timeout": 5.0, "participation": 0.5}
+    return AQG(NUM_CLIENTS, client_eval_every=1, **fixed, **options)
+
+
+def wrapped_strategy(**options):
+    return Compressed(FedAvg(**everyone()), **options)
+
+
+@pytest.mark.parametrize("start", ["seed", "exact"])
+@pytest.mark.parametrize("make", [own_strategy, wrapped_strategy])
+def test_nodes_that_hold_nothing_train_the_same_model(tmp_path, make, start):
+    models = []
+    for memory in ("model", "none"):
+        directory = tmp_path / memory
+        grid = make_grid(make_app([make_mod(directory)]))
+        grid.keeps_memories = True
+        random.seed(1)  # FedAvg asks nodes in a random order
+        result = make(memory=memory, start=start).start(grid, first_arrays(), num_rounds=5)
+        models.append({name: array.numpy() for name, array in result.arrays.items()})
+        assert directory.exists() == (memory == "model")
+        assert not any(context.state for context in grid.contexts.values())
+    for name, tensor in models[0].items():
+        np.testing.assert_array_equal(models[1][name], tensor)
+
+
+def test_nothing_is_held_in_a_context_either(monkeypatch):
+    monkeypatch.setenv("AQG_STATE_DIR", "context")
+    for memory in ("model", "none"):
+        grid = make_grid()
+        wrapped_strategy(memory=memory).start(grid, first_arrays(), num_rounds=2)
+        assert any(context.state for context in grid.contexts.values()) == (memory == "model")
+
+
+TENSORS = [
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+    np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2],
+    np.array(3.5, np.float16),
+    np.zeros((0, 3), np.float32),
+    np.array([True, False]),
+    np.arange(3, dtype=">f4"),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}{t.shape}")
+def test_arrays_are_flowers(tensor):
+    read = tensor_of(Array(tensor))
+    assert read.dtype == tensor.dtype
+    assert read.shape == tensor.shape
+    assert np.array_equal(read, tensor)
+    plain = np.array(tensor, order="C")
+    assert array_of(tensor).data == Array(plain).data
+    assert np.array_equal(array_of(tensor).numpy(), tensor)
+
+
+def test_no_copy_is_made_and_damaged_arrays_are_refused():
+    array = Array(np.zeros(1000, np.float32))
+    read = tensor_of(array)
+    assert np.shares_memory(read, np.frombuffer(array.data, np.uint8))
+    assert not read.flags.writeable
+
+    whole = Array(np.zeros(1000, np.float32))
+    cut = Array("float32", (1000,), "numpy.ndarray", whole.data[:-8])
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        tensor_of(cut)
+    with pytest.raises(MessageError, match="an array is 'pickle'"):
+        tensor_of(Array("float32", (1000,), "pickle", whole.data))

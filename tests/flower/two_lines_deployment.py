@@ -6,8 +6,6 @@ A SuperLink and two SuperNodes run the app `dropin_app`. Bytes are what Flower i
 run, as ``flwr list --run-id`` shows them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -20,12 +18,8 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import flwr
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 APP = Path(__file__).parent / "dropin_app"
 BIN = Path(sys.executable).parent
@@ -34,13 +28,13 @@ _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER: processes whose parents have ended become children of this one."""
 
 
-def main() -> None:
+def main():
     """Run the app."""
     with federation(Path(sys.argv[1]).resolve()):
         print(json.dumps({"version": flwr.__version__, "small": run()}))
 
 
-def run() -> dict[str, object]:
+def run():
     """Run the app; return what its server said, and what Flower counted."""
     config = f"num-clients={NUM_NODES} rounds={ROUNDS} size={SIZE} timeout={SECONDS}"
     number = flower("run", str(APP), "here", "--run-config", config)["run-id"]
@@ -60,24 +54,23 @@ def run() -> dict[str, object]:
     return {"distance": distance, "refused": refused, "up": up, "row": row}
 
 
-def command(*arguments: str) -> str:
+def command(*arguments):
     """Run ``flwr ...``."""
-    done = subprocess.run(
-        [BIN / "flwr", *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    words = [BIN / "flwr", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         raise SystemExit(f"flwr {arguments[0]}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
-def flower(*arguments: str) -> dict[str, object]:
+def flower(*arguments):
     """Run ``flwr ... --format json``."""
     text = command(*arguments, "--format", "json")
     return json.loads(text[text.index("{") :])
 
 
 @contextmanager
-def federation(directory: Path) -> Iterator[None]:
+def federation(directory):
     """Run a SuperLink and its nodes."""
     home = directory / "flower"
     home.mkdir(parents=True)
@@ -89,20 +82,17 @@ def federation(directory: Path) -> Iterator[None]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "NO_PROXY": HOST,
     }
-    has_one_port = (
-        "--port PORT"
-        in subprocess.run(
-            [BIN / "flower-superlink", "--help"], capture_output=True, text=True, check=True
-        ).stdout
-    )
+    words = [BIN / "flower-superlink", "--help"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    has_one_port = "--port PORT" in said
     ctypes.CDLL(None).prctl(_ADOPT, 1)
 
-    def start(name: str, *arguments: str) -> None:
+    def start(name, *arguments):
         with (directory / f"{name}.log").open("w") as log:
             program = BIN / name.partition(".")[0]
             subprocess.Popen([program, "--insecure", *arguments], stdout=log, stderr=log)
 
-    def at(port: int, *names: str) -> list[str]:
+    def at(port, *names):
         if has_one_port:
             return ["--host", HOST, "--port", str(port)]
         return [part for name in names for part in (name, f"{HOST}:{free_port()}")]
@@ -112,11 +102,8 @@ def federation(directory: Path) -> Iterator[None]:
         start("flower-superlink", *at(port))
     else:
         fleet = free_port()
-        start(
-            "flower-superlink",
-            *at(port, "--serverappio-api-address"),
-            *("--fleet-api-address", f"{HOST}:{fleet}", "--control-api-address", f"{HOST}:{port}"),
-        )
+        more = ("--fleet-api-address", f"{HOST}:{fleet}", "--control-api-address", f"{HOST}:{port}")
+        start("flower-superlink", *at(port, "--serverappio-api-address"), *more)
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{HOST}:{port}"\n'
         "insecure = true\n"
@@ -134,7 +121,7 @@ def federation(directory: Path) -> Iterator[None]:
         end_children()
 
 
-def end_children() -> None:
+def end_children():
     """End all processes that were started here, apps' among them."""
     file = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     while children := file.read_text().split():  # their children become children of this process
@@ -144,7 +131,7 @@ def end_children() -> None:
                 os.waitpid(child, 0)
 
 
-def wait_for(port: int) -> None:
+def wait_for(port):
     """Wait until somebody listens."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
@@ -155,7 +142,7 @@ def wait_for(port: int) -> None:
     raise SystemExit(f"nobody listens on port {port}")
 
 
-def free_port() -> int:
+def free_port():
     """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))

@@ -247,11 +247,8 @@ class Deployment(contextlib.AbstractContextManager):
         return self.flower("list", _CONNECTION, "--run-id", str(run))["runs"][0]
 
     def _plan(self, node, name):
-        config = {
-            "partition-id": node,
-            "num-partitions": self._num_nodes,
-            "aqg-state-dir": str(self.state_directory(node)),
-        }
+        config = {"partition-id": node, "num-partitions": self._num_nodes}
+        config["aqg-state-dir"] = str(self.state_directory(node))
         return _Node(free_port(), self.meter.listen(name), config)
 
     def _isolated(self, arguments):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,13 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aqg.cli.app import run_app
 from aqg.flower.demo import digits_config
 from aqg.runs.setup import build_problem, make_simulation
 
 from tests import commands
 from tests.lab.deployment import HOST, Deployment, make_node_key
-from tests.lab.meter import Meter, Traffic
 from tests.lab.watch import APP, PATIENCE_SECONDS, PRELOAD, WatchedRun, clean_losses, incidents_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
@@ -297,12 +294,6 @@ def test_the_demonstration_counts_its_bytes(tmp_path):
     assert result["final_loss"] < records[0].loss
 
 
-def test_the_demonstration_keeps_what_is_there(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    assert run_app(["flower", "demo", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("aqg: error: output directory")
-
-
 def processes_with(text):
     """Return the processes that were started with a text among their environment variables."""
     found = []
@@ -311,20 +302,3 @@ def processes_with(text):
             if text.encode() in path.read_bytes():
                 found.append(path.parent.name)
     return found
-
-
-def test_the_meter_counts_what_passes():
-    with (
-        socket.create_server((HOST, 0)) as server,
-        contextlib.closing(Meter(HOST, server.getsockname()[1])) as meter,
-    ):
-        port = meter.listen("line")
-        with socket.create_connection((HOST, port), timeout=60) as near:
-            far, _ = server.accept()
-            with far:
-                far.settimeout(60)
-                near.sendall(b"x" * 100_000)
-                assert far.makefile("rb").read(100_000) == b"x" * 100_000
-                far.sendall(b"thanks")
-                assert near.makefile("rb").read(6) == b"thanks"
-                assert meter.traffic("line") == Traffic(100_000, 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 from aqg.core.recipes import make_recipe
 from aqg.sim.record import DROPPED
 
-from tests.flower.saved import Saved
+from tests.flower.own_messages import Saved
 
 APP = Path(__file__).parent / "digits_app"
 PRELOAD = ("aqg.flower", "aqg.flower.demo", "sklearn.datasets")
@@ -24,11 +24,8 @@ class WatchedRun:
         self.deployment = deployment
         self.directory = directory
         self.number = 0
-        self.config = {
-            "num-clients": len(deployment.nodes),
-            "run-dir": str(directory),
-            **{name.replace("_", "-"): value for name, value in config.items()},
-        }
+        own = {name.replace("_", "-"): value for name, value in config.items()}
+        self.config = {"num-clients": len(deployment.nodes), "run-dir": str(directory)} | own
 
     def submit(self, rounds):
         """Start the run, or go on with it."""

@@ -1,49 +1,30 @@
-"""What travels of a module: each trainable parameter once, and nothing that is constant."""
+"""What travels of a module: trainable parameters, each once; statistics, where they change."""
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from aqg.errors import ConfigError
+from aqg.core.step_sizes import Fixed
+from aqg.errors import ConfigError, WireError
+from aqg.objectives.layout import Buffers, ModelLayout
+from aqg.objectives.statistics import (
+    SharedStatistics,
+    describe_change,
+    receive,
+    sections,
+)
+from aqg.wire.statistics import StatisticsMessage, encode_statistics
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
-
-from aqg.objectives.layout import ModelLayout  # noqa: E402  (needs torch)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-class Masked(nn.Module):
-    """A causal mask with -inf in its saved state, and a cache that is not saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-        self.register_buffer("cache", torch.zeros(7), persistent=False)
-        self.register_buffer("positions", torch.arange(4))
-
-
-def normalized():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+from tests.modules import Masked, normalized
 
 
 def test_names_shapes_dtypes_offsets_and_values_are_those_of_the_module():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
     layout = ModelLayout.of(module)
-    assert [tuple(spec) for spec in layout.parameters] == [
-        ("0.weight", (3, 4), "float32", 0),
-        ("0.bias", (3,), "float32", 12),
-        ("1.weight", (2, 3), "float64", 15),
-        ("1.bias", (2,), "float64", 21),
-    ]
+    specs = [("0.weight", (3, 4), "float32", 0), ("0.bias", (3,), "float32", 12)]
+    specs += [("1.weight", (2, 3), "float64", 15), ("1.bias", (2,), "float64", 21)]
+    assert [tuple(spec) for spec in layout.parameters] == specs
     assert layout.dtype == np.float64
     assert not layout.carries_buffers
     flat = layout.flatten(module)
@@ -53,22 +34,6 @@ def test_names_shapes_dtypes_offsets_and_values_are_those_of_the_module():
     layout.load(other, flat)
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_frozen_parameters_do_not_travel_and_tied_ones_once():
-    module = normalized()
-    module[0].requires_grad_(False)
-    before = module[0].weight.clone()
-    layout = ModelLayout.of(module)
-    assert layout.num_params == 6 + 8
-    layout.load(module, np.ones(layout.num_params, np.float32))
-    assert torch.equal(module[0].weight, before)
-    tied = Tied()
-    layout = ModelLayout.of(tied)
-    assert [spec.name for spec in layout.parameters] == ["embedding.weight"]
-    layout.load(tied, np.arange(15, dtype=np.float32))
-    assert tied.head.weight is tied.embedding.weight
-    assert tied.head.weight[4, 2] == 14
 
 
 def test_patterns_choose_parameters_by_name():
@@ -95,47 +60,10 @@ def test_buffers_of_the_saved_state_are_listed_apart_from_parameters():
     assert [spec.name for spec in masked.statistics] == ["mask"]
     assert [spec.name for spec in masked.counters] == ["positions"]
     assert masked.tracked == (False, False)
-
-
-def test_infinite_buffers_are_no_fault_and_infinite_parameters_are_named():
-    module = Masked()
-    layout = ModelLayout.of(module)
-    assert np.isfinite(layout.flatten(module)).all()
-    with torch.no_grad():
-        module.linear.bias[1] = torch.nan
-    with pytest.raises(ConfigError, match=r"'linear\.bias' \(3,\) holds NaN or infinity in 1 of 3"):
-        layout.flatten(module)
-    assert np.isnan(layout.flatten(module, finite=False)).sum() == 1
-
-
-@pytest.mark.parametrize(
-    ("dtype", "master"),
-    [(torch.float16, np.float32), (torch.bfloat16, np.float32), (torch.float64, np.float64)],
-)
-def test_half_precision_has_float32_masters_and_float64_is_not_narrowed(dtype, master):
-    module = nn.Linear(4, 3).to(dtype)
-    layout = ModelLayout.of(module)
-    masters = layout.flatten(module) + master(1e-6)
-    assert masters.dtype == layout.dtype == master
-    layout.load(module, masters)
-    assert module.weight.dtype == dtype
-    rounded = torch.from_numpy(masters).to(dtype).double().numpy()
-    np.testing.assert_array_equal(layout.flatten(module), rounded)
-
-
-def test_what_cannot_travel_is_refused_by_name():
-    module = nn.Linear(2, 1)
-    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    twins = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    twins[1].weight = nn.Parameter(twins[0].weight.data)
-    for made, options, message in (
-        (module, {}, "parameter 'phase' is complex64"),
-        (twins, {}, r"'0\.weight' and '1\.weight' share their memory"),
-        (nn.LazyLinear(3), {}, "'weight' has no values yet"),
-        (nn.Linear(2, 1), {"statistics": "mean"}, "'mean' is not one of average, local, frozen"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ModelLayout.of(made, **options)
+    module = normalized()
+    module[1].running_var = torch.ones(4)
+    with pytest.raises(ConfigError, match=r"'1\.running_var' of Sequential has shape \(4,\) now"):
+        layout.read_buffers(module)
 
 
 def test_another_architecture_with_equally_many_parameters_is_refused_by_name():
@@ -152,16 +80,138 @@ def test_another_architecture_with_equally_many_parameters_is_refused_by_name():
         layout.load(wider, layout.flatten(first))
 
 
-def test_buffers_there_and_back():
-    module = normalized()
-    module(torch.randn(8, 4))
+class Tracked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((4,), -torch.inf))
+        self.register_buffer("scale", torch.ones(3))
+        self.norm = nn.BatchNorm1d(3)
+
+
+def shared():
+    module = Tracked()
     layout = ModelLayout.of(module)
-    buffers = layout.read_buffers(module)
-    assert buffers.counts.tolist() == [1]
-    other = normalized()
-    layout.write_buffers(other, buffers)
-    assert torch.equal(other[1].running_var, module[1].running_var)
-    assert other[1].num_batches_tracked == 1
-    module[1].running_var = torch.ones(4)
-    with pytest.raises(ConfigError, match=r"'1\.running_var' of Sequential has shape \(4,\) now"):
-        layout.read_buffers(module)
+    return SharedStatistics.first(layout, layout.read_buffers(module))
+
+
+def changed(start, **values):
+    """Return buffers with whole tensors set; in `Tracked` they lie as listed here."""
+    places = {"mask": slice(0, 4), "scale": slice(4, 7), "mean": slice(7, 10), "var": slice(10, 13)}
+    new = start.values.copy()
+    for name, value in values.items():
+        if name != "batches":
+            new[places[name]] = value
+    return Buffers(new, start.counts + int(values.get("batches", 0)))
+
+
+def upload(server, **values):
+    start = server.received[0]
+    return describe_change(server.layout, start, changed(start, **values), server.travels)
+
+
+def trained(server, values, share=1.0):
+    """Return the statistics after clients moved mean and variance so far towards these."""
+    messages = []
+    for target in values:
+        after = server.received[0].values.copy()
+        after[7:] += share * (target - after[7:])
+        end = Buffers(after, server.received[0].counts + 1)
+        frame = describe_change(server.layout, server.received[0], end, server.travels)
+        messages.append((1.0, server.read(frame)))
+    return server.step(messages)
+
+
+def test_the_average_has_the_weights_of_the_clients():
+    server = shared()
+    frames = [(3, upload(server, mean=1.0, batches=4)), (1, upload(server, mean=4.0, batches=9))]
+    after = server.step([(weight, server.read(frame)) for weight, frame in frames])
+    np.testing.assert_array_equal(after.buffers.values[7:10], 1.75)
+    assert after.buffers.counts.tolist() == [9]
+    messages = [(1.0, server.read(upload(server, var=3.0))), (1.0, server.read(b""))]
+    # A client that sends nothing is as it was.
+    np.testing.assert_array_equal(server.step(messages).buffers.values[10:13], 2.0)
+    assert server.step([]) is server
+    assert upload(server) == b""
+    layout = ModelLayout.of(nn.Linear(2, 2))  # has none
+    plain = SharedStatistics.first(layout, layout.read_buffers(nn.Linear(2, 2)))
+    assert plain.broadcast() == b""
+
+
+def test_the_mean_of_statistics_has_the_weights_of_the_mean_of_models():
+    start = shared()
+    server = start._replace(average=8.0)
+    plain, rule = start, Fixed(average=8.0)
+    models = rule.init(start.buffers.values[4:])
+    for value in (3.0, -1.0, 2.0, 7.0):
+        frame = upload(server, mean=value, scale=value**2, batches=2)
+        server = server.step([(1.0, server.read(frame))])
+        frame = upload(plain, mean=value, scale=value**2, batches=2)
+        plain = plain.step([(1.0, plain.read(frame))])
+        models = rule.follow(models, server.buffers.values[4:])
+        np.testing.assert_allclose(server.averaged.values[4:], models.mean, rtol=1e-14)
+        np.testing.assert_array_equal(server.buffers.values, plain.buffers.values)
+        assert plain.averaged is plain.buffers
+    assert np.isneginf(server.averaged.values[:4]).all()  # constants stay what they are
+    assert server.averaged.counts.tolist() == [8]
+    assert 1.5 < server.averaged.values[7] < 7.0
+
+
+def test_statistics_follow_the_clients_and_no_variance_turns_negative():
+    random = np.random.default_rng(0)
+    server, lowest = shared(), []
+    for _ in range(60):
+        server = trained(server, random.lognormal(0, 6, (5, 6)))
+        lowest += [server.buffers.values[10:].min(), server.received[0].values[10:].min()]
+    assert min(lowest) >= 0
+    values, found = random.lognormal(0, 0.5, (5, 6)), []
+    for _ in range(220):
+        server = trained(server, values)
+        found.append(server.buffers.values[7:])
+    np.testing.assert_allclose(np.mean(found[20:], axis=0), values.mean(0), rtol=0.05)
+
+
+def test_what_rounding_leaves_out_is_made_up_for():
+    random = np.random.default_rng(1)
+    server, values = shared(), random.lognormal(0, 1, (4, 6))
+    found = []
+    for _ in range(300):
+        server = trained(server, values, share=0.05)  # less than half of a byte's steps
+        found.append(server.buffers.values[7:])
+    np.testing.assert_allclose(np.mean(found[100:], axis=0), values.mean(0), rtol=0.04)
+    assert (np.abs(server.received[0].values[7:] / server.buffers.values[7:] - 1) < 1 / 8).all()
+
+
+def test_what_no_client_changes_stays_as_it_came():
+    module = Tracked()
+    nn.init.uniform_(module.norm.running_var, 1.0, 2.0)
+    layout = ModelLayout.of(module)
+    server = SharedStatistics.first(layout, layout.read_buffers(module))
+    for _ in range(3):
+        server = server.step([(1.0, server.read(upload(server, mean=np.pi)))])
+    start = server.received[0].values[10:]
+    np.testing.assert_allclose(start, module.norm.running_var.numpy(), rtol=2.0**-11)
+
+
+def test_beside_updates_in_full_statistics_are_halves_both_ways():
+    server = shared()._replace(fine=True)
+    for weights, mean in ((1.0, 3.0), 1.5), ((1.0, 1.0), 2.0):
+        start, known = receive(server.layout, shared().buffers, server.broadcast())
+        assert not known.any()
+        ends = changed(start, mean=3.0, var=0.7), changed(start, mean=1.0, var=0.1)
+        frames = [describe_change(server.layout, start, end, known) for end in ends]
+        messages = [server.read(frame) for frame in frames]
+        server = server.step(list(zip(weights, messages, strict=True)))
+        np.testing.assert_allclose(server.buffers.values[7:10], mean, rtol=2.0**-10)
+        np.testing.assert_allclose(server.received[0].values, server.buffers.values, rtol=2.0**-10)
+
+
+def test_a_change_of_what_is_no_number_is_refused():
+    server = shared()
+    values = np.zeros(13)
+    values[:4] = 1.0  # of the mask, which is -inf
+    first = np.array([True, False, False, False, False])
+    message = StatisticsMessage(values, np.zeros(1, np.int64), first, first)
+    frame = encode_statistics(message, sections(server.layout), "change")
+    with pytest.raises(WireError, match="the change of 'mask' does not lead to numbers"):
+        server.read(frame)

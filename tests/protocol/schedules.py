@@ -414,9 +414,8 @@ class World:
         if not self.recipe.memory.keeps_mirror:
             return
         state = self.book.state
-        weighted = self.book.weights[:, np.newaxis] * np.concatenate(
-            [peer.track.position for peer in state.peers]
-        )
+        positions = np.concatenate([peer.track.position for peer in state.peers])
+        weighted = self.book.weights[:, np.newaxis] * positions
         self.num_additions += 2
         self.largest = max(self.largest, np.abs(weighted).sum(), np.abs(state.model.total).max())
         allowed = 4 * np.finfo(np.float64).eps * self.num_additions * self.largest

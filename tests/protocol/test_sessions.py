@@ -60,16 +60,11 @@ def error(server):
     return np.abs(server.parameters - OPTIMUM).max()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "downlink"),
-    [
-        ("auto", "condensed"),
-        ("lean", "exact"),
-        ("stc:keep=0.5", "exact"),
-        ("qsgd", "condensed"),
-        soak("gd", "condensed"),
-    ],
-)
+PAIRS = [("lean", "exact"), ("stc:keep=0.5", "exact"), soak("gd", "condensed")]
+PAIRS += [("auto", "condensed"), ("qsgd", "condensed")]
+
+
+@pytest.mark.parametrize(("recipe", "downlink"), PAIRS)
 def test_sessions_end_with_the_simulators_model(recipe, downlink):
     """As Flower does, in `tests/flower/test_apps.py`."""
     problem, local = tiny_problem(num_clients=3, unequal=True), LocalTraining(batch_size=2, steps=3)
@@ -108,11 +103,12 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
     assert reply.frame == replies["auto", False] != b""
 
 
-def test_a_lost_reply_is_rolled_back(tmp_path):
-    """The same model as in a run in which that client was away in that round."""
+@pytest.mark.parametrize(("recipe", "bound"), [("qgd", 0.02), ("ef21", 0.5), ("onebit", 0.5)])
+def test_a_lost_reply_is_rolled_back(tmp_path, recipe, bound):
+    """With all that belongs to it: the same model as where that client was away in that round."""
     models = []
     for loses in (False, True):
-        server = make_server(recipe="qgd")
+        server = make_server(recipe=recipe)
         clients = [ClientSession(tmp_path / f"{loses}-{m}") for m in range(3)]
         run(server, clients, 3)
         if loses:
@@ -125,7 +121,7 @@ def test_a_lost_reply_is_rolled_back(tmp_path):
         run(server, clients, 25)
         models.append(server.parameters)
     assert np.array_equal(*models)
-    assert error(server) < 0.02
+    assert error(server) < bound
 
 
 def test_the_same_order_gets_the_same_reply(tmp_path):
@@ -265,36 +261,6 @@ def test_bad_orders_and_replies_change_nothing(tmp_path):
     assert server.answered == frozenset()
     assert server.take(0, reply).is_taken
     assert server.answered == {0}
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"downlink": "full"}, "'exact', 'condensed'"),
-        ({"recipe": "zip"}, "unknown recipe"),
-        ({"weights": [1.0, 2.0]}, "3 finite numbers"),
-        ({"weights": "abc"}, "3 finite numbers"),
-        ({"weights": [None, 1, 2]}, "3 finite numbers"),
-        ({"weights": [1, 2, np.nan]}, "3 finite numbers"),
-        ({"step_size": np.nan}, "step_size is nan"),
-        ({"step_size": "0.1"}, "step_size is '0.1'"),
-        ({"sampled": 0}, "sampled is 0"),
-        ({"sampled": 1.5}, "sampled is 1.5"),
-        ({"seed": -1}, "seed is -1"),
-        ({"start": "post"}, "start is 'post'; choose from seed"),
-        ({"layout": (("weight", (4,)),)}, r"shape \(6,\); the tensors need \(4,\)"),
-        ({"memory": "none"}, "memory is 'none' with a recipe whose clients remember"),
-        ({"parameters": np.array([0.0, np.nan, np.inf])}, "2 values that are not finite"),
-        ({"parameters": np.zeros((2, 2))}, r"float64\(2, 2\)"),
-        ({"parameters": np.zeros(0)}, r"float64\(0,\)"),
-        ({"parameters": np.zeros(3, np.int64)}, "int64"),
-        ({"parameters": "abc"}, "flat, float32 or float64"),
-        ({"parameters": None}, "flat, float32 or float64"),
-    ],
-)
-def test_bad_settings(options, text):
-    with pytest.raises(ConfigError, match=text):
-        make_server(**options)
 
 
 def test_another_session_in_the_directory(tmp_path):

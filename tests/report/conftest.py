@@ -25,16 +25,11 @@ def make_lines(num_rounds, num_clients, seed, decay=0.05, fault=None):
         loss = MINIMUM + float(np.exp(-decay * k + 0.05 * draw.normal()))
         sent = np.where(widths == DROPPED, 0, 10 + 50 * widths)
         received = np.where(widths == DROPPED, 0, 500)
-        record = RoundRecord(
-            k + 1,
-            loss,
-            tuple(widths.tolist()),
-            int(sent.sum()),
-            ((1, fault),) if fault and k == 2 else (),
-            download_bytes=int(received.sum()),
-            client_upload_bytes=tuple(sent.tolist()),
-            client_download_bytes=tuple(received.tolist()),
-        )
+        faults = ((1, fault),) if fault and k == 2 else ()
+        both = {"client_upload_bytes": sent, "client_download_bytes": received}
+        both = {name: tuple(counts.tolist()) for name, counts in both.items()}
+        seen = k + 1, loss, tuple(widths.tolist()), int(sent.sum()), faults
+        record = RoundRecord(*seen, download_bytes=int(received.sum()), **both)
         accuracy = 0.1 + 0.8 * k / num_rounds
         metrics = {"accuracy": accuracy, "perplexity": 9 - 8 * accuracy}
         lines.append(Line(record, metrics if k % 5 == 0 else {}))

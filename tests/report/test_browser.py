@@ -13,15 +13,8 @@ pytestmark = pytest.mark.soak
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+ARGUMENTS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-component-update"
+ARGUMENTS += " --disable-background-networking --disable-sync"
 CURVES = tuple(
     f'.panels[data-metric="{metric}"] .plot[data-axis="{axis}"]'
     for metric in ("loss", "test_accuracy", "test_perplexity")
@@ -50,7 +43,7 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("needs chromium on the path")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
         yield browser
         browser.close()
 
@@ -136,9 +129,8 @@ def test_toggling_a_recipe_hides_it_in_all_plots(page):
     assert chip(page, "lean").get_attribute("aria-pressed") == "false"
     for plot in PLOTS:
         assert recipes_drawn(page, plot) == [r for r in everywhere[plot] if r != index], plot
-    shown = page.locator("#activity-columns figure").evaluate_all(
-        "f => f.map(n => n.dataset.recipe)"
-    )
+    columns = page.locator("#activity-columns figure")
+    shown = columns.evaluate_all("f => f.map(n => n.dataset.recipe)")
     assert index not in shown
     assert page.locator("#activity-columns option", has_text="lean").count() == 0
     assert page.locator("#results-table tr.off").count() == 1

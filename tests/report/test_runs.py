@@ -1,4 +1,10 @@
-"""From run directories to arrays, groups and curves, whatever state the runs are in."""
+"""From run directories to arrays, groups, curves and pages, whatever state the runs are in."""
+
+import base64
+import csv
+import gzip
+import json
+import re
 
 import numpy as np
 import pytest
@@ -6,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from aqg.cli.app import run_app
 from aqg.core.recipes import RECIPES
 from aqg.errors import RunError
 from aqg.report.curves import (
@@ -21,12 +28,13 @@ from aqg.report.curves import (
     thin_indices,
     watch_clients,
 )
+from aqg.report.frontier import of_runs, of_studies
 from aqg.report.runs import COLORS, assign_colors, compare, find_runs, read_run, read_runs
-from aqg.report.write import facts, headline, title
+from aqg.report.write import facts, headline, pack, title, write_report
 from aqg.runs.directory import CONFIG, ROUNDS, SUMMARY
 from aqg.studies.sweep import GRID
 
-from tests.commands import change_rounds
+from tests.commands import change_rounds, refuse
 
 
 def test_a_run_comes_back_as_written(make_run, tmp_path):
@@ -77,10 +85,8 @@ def test_other_numbers_are_kept_and_other_things_ignored(make_run, tmp_path):
         row |= {"latency": 0.5 * row["round"], "node": {"id": 3}, "widths": [4] * row["round"]}
         if row["round"] == 2:
             row["resyncs"] = 1
-            row["incidents"] = [
-                {"client": 7, "node": 1, "kind": "resync", "text": "began from zero"},
-                {"client": 7, "node": 1, "kind": "fault", "text": "told above"},
-            ]
+            told = {"client": 7, "node": 1, "kind": "resync", "text": "began from zero"}
+            row["incidents"] = [told, told | {"kind": "fault", "text": "told above"}]
 
     change_rounds(directory, change)
     run = read_run(directory, "run")
@@ -227,9 +233,8 @@ def points(x, y, ended=True):
 )
 def test_the_curve_of_a_group(curves, x, median, low, high):
     band = combine(curves)
-    for found, expected in zip(
-        (band.x, band.median, band.low, band.high), (x, median, low, high), strict=True
-    ):
+    lines = band.x, band.median, band.low, band.high
+    for found, expected in zip(lines, (x, median, low, high), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -251,9 +256,8 @@ def test_thinning_keeps_ends_and_extremes_and_covers_the_band(y, limit, scale):
     assert (band.median <= band.high).all()
 
 
-widths_of_runs = hnp.arrays(
-    np.int16, st.tuples(st.integers(0, 50), st.integers(1, 12)), elements=st.integers(-1, 4)
-)
+sizes = st.tuples(st.integers(0, 50), st.integers(1, 12))
+widths_of_runs = hnp.arrays(np.int16, sizes, elements=st.integers(-1, 4))
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))
@@ -275,3 +279,206 @@ def test_every_upload_is_counted_once_and_in_its_clients_row(widths, max_bins, m
         assert activity.uploads[row].sum() == (part > 0).sum()
         assert activity.bits[row].sum() == part[part > 0].sum()
         assert activity.away[row].sum() == (part == -1).sum()
+
+
+def panels_of(*directories):
+    return of_runs(compare(read_runs(directories)))
+
+
+def test_points_are_where_the_level_is_reached_first(make_run, tmp_path):
+    for recipe, decay in (("lean", 0.05), ("gd", 0.1), ("laq", 0.15)):
+        for seed in (0, 1):
+            make_run(tmp_path / f"{recipe}-{seed}", recipe, seed, decay=decay)
+    loss, accuracy, perplexity = panels_of(tmp_path)
+    assert loss.goal == "loss is within 0.5 of its minimum"
+    assert accuracy.goal == "test accuracy is at least 89.0%"  # 90% at the end, less a point
+    assert perplexity.goal.startswith("test perplexity is at most ")
+    points = {point.recipe: point for point in loss.points}
+    assert points["laq"].x[0] < points["gd"].x[0] < points["lean"].x[0]
+    # Held to the file: bytes of both directions in all rounds before the level was reached.
+    rows = [json.loads(line) for line in (tmp_path / "gd-0" / ROUNDS).read_text().splitlines()]
+    reached = next(row["round"] for row in rows if row["loss"] - 0.25 <= 0.5)
+    spent = sum(r["upload_bytes"] + r["download_bytes"] for r in rows if r["round"] < reached)
+    assert points["gd"].x[1] <= reached - 1 <= points["gd"].x[2]
+    assert spent in points["gd"].y[1:]
+    assert all(point.is_reached_by_all for point in loss.points)
+
+
+def test_who_does_not_get_there_is_named(make_run, tmp_path):
+    for recipe, decay in (("lean", 0.1), ("gd", 0.1), ("laq", 0.001)):
+        make_run(tmp_path / recipe, recipe, decay=decay)
+    loss = panels_of(tmp_path)[0]
+    assert [point.recipe for point in loss.points] == ["gd", "lean"]
+    assert loss.never == ("laq",)
+
+
+def test_problems_are_not_mixed_and_one_recipe_is_no_comparison(make_run, tmp_path):
+    make_run(tmp_path / "alone", "lean")
+    assert panels_of(tmp_path) == []
+    make_run(tmp_path / "elsewhere", "gd", partition="iid")
+    assert panels_of(tmp_path) == []
+    make_run(tmp_path / "beside", "gd")
+    panels = panels_of(tmp_path)
+    assert {panel.title for panel in panels} == {"digits, label"}
+    assert {point.recipe for panel in panels for point in panel.points} == {"lean", "gd"}
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Return a directory with what a swap-in comparison found, without its runs."""
+    mean = {"value": 2.0, "low": 1.0, "high": 4.0}
+    cell = {"task": "t", "goal": "plateau", "num_seeds": 5, "num_reached": 5, "same_as": None}
+    cells = [
+        cell | {"recipe": "fedavg", "cost": mean, "delay": mean},
+        cell | {"recipe": "stc", "cost": mean, "delay": mean, "num_reached": 3},
+        cell | {"recipe": "qsgd", "cost": None, "delay": None, "num_reached": 0},
+        cell | {"recipe": "eden", "cost": mean, "delay": mean, "same_as": "stc"},
+        cell | {"recipe": "stc", "cost": mean, "delay": mean, "goal": "90%"},
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"cells": cells}))
+    return tmp_path
+
+
+def test_a_study_has_a_panel_for_each_task_and_a_page_without_runs(study):
+    found = of_studies([study])
+    assert list(found) == [study]
+    [panel] = found[study]
+    reached = [(point.recipe, point.is_reached_by_all) for point in panel.points]
+    assert reached == [("fedavg", True), ("stc", False)]
+    assert panel.points[0].x == [2.0, 1.0, 4.0]
+    assert panel.points[1].x == [2.0, 2.0, 2.0]  # an interval of three runs says nothing
+    assert panel.never == ("qsgd",)
+    assert write_report([study], study / "report.html") == ([study / "report.html"], 0)
+    assert "in the place of federated averaging" in (study / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "cannot be read as JSON"), ('{"cells": [{"goal": "plateau", "delay": 1}]}', "'task'")],
+)
+def test_a_damaged_study_is_named(content, said, tmp_path):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(RunError, match=said):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_packed_arrays_come_back():
+    document = {"a": np.array([0.5, np.inf, 1e300]), "b": [np.array([[300, 1], [2, 3]])]}
+    back = unpack(pack(document))
+    np.testing.assert_array_equal(back["a"], [0.5, np.nan, 1e300])
+    assert back["b"][0].tolist() == [300, 1, 2, 3]
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / "runs" / f"lean-{seed}", seed=seed, fault="lost")
+    make_run(tmp_path / "runs" / "gd", "gd")
+    return tmp_path / "runs"
+
+
+def unpack(text):
+    """Read what `pack` wrote, as the page does."""
+    return json.loads(
+        gzip.decompress(base64.b64decode(text)),
+        object_hook=lambda row: np.array(row["$"], float) if "$" in row else row,
+    )
+
+
+def data_of(page):
+    return unpack(re.search(r'id="data">([^<]*)<', page)[1])
+
+
+def test_page_pictures_and_tables(runs, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    arguments = ["report", str(runs), "--out", str(out)]
+    arguments += ["--png", str(tmp_path / "png"), "--csv", str(tmp_path / "deep" / "csv")]
+    assert run_app(arguments) == 0
+    assert "3 runs" in capsys.readouterr().out
+    page = out.read_text()
+    assert "default-src 'none'" in page  # one file with everything in it
+    assert not re.search(r"(src|href)=|@import|url\(", re.sub(r"url\(#", "", page))
+    data = data_of(page)
+    assert [group["label"] for group in data["groups"]] == ["gd", "lean"]
+    assert [len(group["runs"]) for group in data["groups"]] == [1, 2]
+    lean = data["groups"][1]
+    assert lean["results"]["faults"] == [1, 1, 1]
+    for name in ("total_bytes", "upload_bytes"):
+        curve = lean["curves"]["residual"][name]
+        assert (curve["low"] <= curve["y"]).all()
+        assert (curve["y"] <= curve["high"]).all()
+        assert curve["x"][-1] == lean["results"][name][0]
+    assert data["runs"][0]["activity"]["away"].sum() > 0
+    for name in ("loss", "accuracy", "perplexity", "widths", "clients"):
+        content = (tmp_path / "png" / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 5000
+    places = (tmp_path / "deep/csv" / f"{n}.csv" for n in ("summary", "curves", "clients"))
+    rows, points, clients = (list(csv.DictReader(p.read_text().splitlines())) for p in places)
+    found = [(row["recipe"], row["seed"], row["result_rounds"]) for row in rows]
+    assert found == [("gd", "0", "40"), ("lean", "0", "40"), ("lean", "1", "40")]
+    assert (len(points), len(clients)) == (3 * 41, 3 * 10)
+    last = points[40]
+    assert int(last["round"]) == 40
+    for name in ("upload_bytes", "download_bytes", "total_bytes"):
+        total = int(rows[0][name])
+        assert int(last[name]) == sum(int(row[name]) for row in clients[:10]) == total
+    assert float(last["residual"]) == pytest.approx(float(rows[0]["residual"]))
+
+
+def test_what_each_client_sent_and_received_is_on_the_page(make_run, tmp_path):
+    page = tmp_path / "r.html"
+    for name, clients, rows in (("run", 10, 10), ("many", 600, 200)):
+        run = make_run(tmp_path / name, rounds=3, clients=clients, partition="iid")
+        summary = json.loads((run / "summary.json").read_text())
+        assert run_app(["report", str(run), "--out", str(page)]) == 0
+        (shown,) = data_of(page.read_text())["runs"]
+        for way in ("upload", "download"):  # of many clients several in a row: the page stays small
+            means = np.reshape(summary[f"client_{way}_bytes"], (rows, -1)).mean(axis=1)
+            np.testing.assert_allclose(shown["clients"][way], means, rtol=1e-6)
+        edges = shown["activity"]["clients"]
+        assert (len(edges), edges[-1]) == (rows + 1, clients)
+
+
+def test_a_deployment_has_the_bytes_of_its_clients_round_by_round(make_run, tmp_path):
+    run = make_run(tmp_path / "run", rounds=4, finished=False)
+    down = {"client_download_bytes": list(range(10))}
+    change_rounds(run, lambda row: row.update(down, client_upload_bytes=[row["round"]] * 10))
+    found = read_run(run, "run")
+    assert found.client_upload_bytes.tolist() == [10] * 10
+    assert found.client_download_bytes.tolist() == [4 * client for client in range(10)]
+    assert not any(name.startswith("client_") for name in found.extras)
+
+
+@pytest.mark.soak
+def test_runs_in_every_state_are_shown(make_run, tmp_path):
+    make_run(tmp_path / "begun", rounds=10, finished=False)
+    waiting = make_run(tmp_path / "waiting", recipe="gd", rounds=10, finished=False)
+    (waiting / ROUNDS).unlink()
+    strange = make_run(tmp_path / "strange", recipe="laq", rounds=10)
+    (strange / CONFIG).write_text('recipe = "<b>own</b>"\nnested = { a = 1 }\nwhen = 2026-01-01\n')
+    out = tmp_path / "report.html"
+    arguments = ["report", str(tmp_path), "--out", str(out)]
+    arguments += ["--png", str(tmp_path / "png"), "--csv", str(tmp_path / "csv")]
+    assert run_app(arguments) == 0
+    page = out.read_text()
+    assert "<b>own</b>" not in page
+    assert "&lt;b&gt;own&lt;/b&gt;" in page
+    states = {group["label"]: group["state"] for group in data_of(page)["groups"]}
+    assert sorted(states.values()) == ["", "not finished", "not finished"]
+
+
+def test_errors_take_one_line_and_leave_nothing(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / CONFIG).write_text('recipe = "lean"\n')
+    (tmp_path / "damaged" / ROUNDS).write_text("{\n")
+    for arguments, message in {
+        "damaged": "line 1: it has no checksum",
+        "runs --out nowhere/report.html": "directory 'nowhere' of --out does not exist",
+        "runs --out empty": "'empty' is a directory; name a file",
+        "runs --png file": "output directory 'file' cannot be made",
+    }.items():
+        refuse(capsys, "report", *arguments.split(), message=message)

@@ -1,7 +1,5 @@
 """The executor with real processes: what comes next, stops, deaths and retries."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,21 +1,34 @@
-"""Sweeps: the product, names, errors, resuming, and runs that fail or take their process along."""
+"""Sweeps and studies of users' own: the product, names, errors, resuming, and runs that fail."""
 
 import csv
 import json
 import os
 import shutil
+import tomllib
 
+import numpy as np
 import pytest
 
+from aqg.cli.app import run_app
 from aqg.errors import AqgError, ConfigError, DataError
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
 from aqg.runs.plan import Batch, prepare, train, unfinished
-from aqg.studies.sweep import GRID, TABLE, collect, create_sweep, expand, open_sweep, write_results
+from aqg.spec import Code, file_digest, load_file
+from aqg.studies.sweep import (
+    GRID,
+    TABLE,
+    call_study,
+    collect,
+    create_sweep,
+    expand,
+    open_sweep,
+    write_results,
+)
 from aqg.weights import BEST, FINAL
 
-from tests.commands import contents, run_alone
+from tests.commands import contents, plugin, run_alone, shown_on
 
 TEXT = """
 rounds = 12
@@ -42,13 +55,8 @@ def go_on(workers, directory):
     batch = Batch(sweep.runs, directory)
     events = []
     minima = prepare(workers, [job.config for job in batch.left], None)
-    carry_out(
-        batch.next,
-        lambda job: train(job, minima, directory, None),
-        workers,
-        batch.take,
-        lambda job, event: events.append(event),
-    )
+    runs = batch.next, lambda job: train(job, minima, directory, None)
+    carry_out(*runs, workers, batch.take, lambda job, event: events.append(event))
     rows = collect(sweep, directory, batch.failures)
     write_results(directory, rows)
     return batch.left, events, batch.failures
@@ -65,18 +73,13 @@ def finished(workers, tmp_path_factory):
 
 
 def test_the_product_is_run_in_order_under_readable_names():
-    document = {
-        "dataset": "digits",
-        "grid": {"recipe": ["lean:eta=0.3", "gd"], "partition": ["iid", "dirichlet:0.5"]},
-    }
+    grid = {"recipe": ["lean:eta=0.3", "gd"], "partition": ["iid", "dirichlet:0.5"]}
+    document = {"dataset": "digits", "grid": grid}
     sweep = expand(document)
     assert sweep.varying == ("recipe", "partition")
-    assert [run.name for run in sweep.runs] == [
-        "recipe-lean-eta-0.3_partition-iid",
-        "recipe-lean-eta-0.3_partition-dirichlet-0.5",
-        "recipe-gd_partition-iid",
-        "recipe-gd_partition-dirichlet-0.5",
-    ]
+    rules = ("recipe-lean-eta-0.3", "recipe-gd")
+    splits = ("partition-iid", "partition-dirichlet-0.5")
+    assert [run.name for run in sweep.runs] == [f"{r}_{s}" for r in rules for s in splits]
     expected = resolve({"recipe": "gd", "partition": "dirichlet:0.5"})
     assert (sweep.runs[3].config,) == expected
     assert sweep.settings_of(sweep.runs[3]) == {"recipe": "gd", "partition": "dirichlet:0.5"}
@@ -99,41 +102,7 @@ def test_names_stay_unique_and_short(tmp_path):
     assert all(len(name) <= 120 and "/" not in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({}, r"no table \[grid\]"),
-        ({"grid": 3}, r"no table \[grid\]"),
-        ({"grid": {}}, r"no table \[grid\]"),
-        ({"nope": 1, "grid": {"seed": [0]}}, "unknown setting 'nope'; choose from recipe"),
-        ({"grid": {"nope": [0]}}, "unknown setting 'nope'; choose from recipe"),
-        ({"grid": {"seed": 3}}, r"seed in \[grid\] is 3; it must be a list"),
-        ({"grid": {"seed": []}}, r"seed in \[grid\] is \[\]; it must have at least 1 value"),
-        ({"grid": {"seed": [1, 2, 1]}}, r"seed in \[grid\] has 1 twice"),
-        ({"grid": {"dropout": [0, 0.0]}}, r"dropout in \[grid\] has 0.0 twice"),
-        ({"seed": 1, "grid": {"seed": [1, 2]}}, r"seed is both fixed \(1\) and in \[grid\]"),
-        ({"grid": {"recipe": ["gd", " gd"]}}, "are the same run, recipe-gd"),
-        ({"recipe": "gd,laq", "grid": {"seed": [1]}}, "a run has 1 recipe, not 2"),
-        ({"grid": {"seed": [1]}}, "a run has 1 recipe, not 3"),
-        ({"recipe": "gd", "grid": {"rounds": [5, -5]}}, "rounds is -5; it must be at least 1"),
-        ({"recipe": "gd", "grid": {"seed": [True]}}, "seed is True; it must be a whole number"),
-        ({"grid": {"recipe": ["gd", "nope"]}}, "unknown recipe 'nope'"),
-        ({"run": 3}, "run is not an array of tables"),
-        ({"run": [{"recipe": "gd"}], "grid": {"seed": [1]}}, r"both \[grid\] and \[\[run\]\]"),
-        ({"run": [{"recipe": "gd", "sead": 1}]}, "unknown setting 'sead'"),
-        ({"run": [{"recipe": "gd"}, {"recipe": "gd"}]}, "are the same run"),
-        ({"run": [{"recipe": "gd", "name": "a"}, {"recipe": "lean"}]}, "every run needs one"),
-        ({"run": [{"recipe": "gd", "name": "../a"}]}, "name of a run is '../a'"),
-        ({"run": [{"recipe": r, "name": "a"} for r in ("gd", "laq")]}, "two runs have the name"),
-    ],
-)
-def test_a_bad_grid_or_list_is_refused_in_one_line(document, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        expand(document)
-    assert "\n" not in str(caught.value)
-
-
-def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
+def test_every_run_equals_a_run_of_its_own_with_one_thread(finished, tmp_path, workers):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
     assert unfinished(sweep.runs, finished) == []
@@ -144,6 +113,7 @@ def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
         alone = tmp_path / run.name
         run_alone(run.config, alone)
         assert contents(alone) == contents(directory)
+    assert run_tasks([_threads], workers) == [("1", "1")]
 
 
 def test_the_summaries_hold_a_row_per_run(finished):
@@ -207,49 +177,20 @@ def test_another_grid_is_refused(finished, tmp_path):
         unfinished(open_sweep(edited).runs, edited)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        ({"clients": 5}, DataError, "5"),
-        ({"model": "mlp:4", "target": 0.1}, ConfigError, r"f\* is unknown for mlp:4"),
-    ],
-)
-def test_a_run_that_cannot_start_stops_all_before_the_first(workers, settings, kind, message):
-    sweep = expand({"partition": "label", **settings, "grid": {"recipe": ["gd", "lean"]}})
-    with pytest.raises(kind, match=message):
-        prepare(workers, [run.config for run in sweep.runs], None)
-
-
-PLUGIN = """
-import os, signal
-from dataclasses import dataclass, replace
-from pathlib import Path
-from aqg.core.policies import Always
-from aqg.core.recipes import make_recipe, register
-
-@dataclass(frozen=True)
-class Doomed(Always):
-    harm: str = ""
-
-    def decide(self, case):
-        if Path(__file__).with_name("doom").exists():
-            if self.harm == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("no\\nway")
-        return super().decide(case)
-
-@register("dies", "takes its process along")
-def _dies(bits):
-    return replace(make_recipe("gd"), policy=Doomed(32, "dies"))
-
-@register("raises", "raises")
-def _raises(bits):
-    return replace(make_recipe("gd"), policy=Doomed(32, "raises"))
-"""
+def test_a_run_that_cannot_start_stops_all_before_the_first(workers):
+    few = ({"clients": 5}, DataError, "5")
+    unknown = ({"model": "mlp:4", "target": 0.1}, ConfigError, r"f\* is unknown for mlp:4")
+    for settings, kind, message in few, unknown:
+        sweep = expand({"partition": "label", **settings, "grid": {"recipe": ["gd", "lean"]}})
+        with pytest.raises(kind, match=message):
+            prepare(workers, [run.config for run in sweep.runs], None)
 
 
 def test_failures_cost_only_themselves(workers, tmp_path):
-    (tmp_path / "plugin.py").write_text(PLUGIN)
+    doomed = 'if Path(__file__).with_name("doom").exists(): '
+    text = plugin("dies", doomed + "os.kill(os.getpid(), signal.SIGKILL)")
+    text += plugin("raises", doomed + 'raise ZeroDivisionError("no\\nway")')
+    (tmp_path / "plugin.py").write_text(text)
     (tmp_path / "doom").touch()
     directory = tmp_path / "sweep"
     grid = f'rounds = 4\nplugins = ["{tmp_path}/plugin.py"]\n[grid]\n'
@@ -278,9 +219,156 @@ def test_failures_cost_only_themselves(workers, tmp_path):
     assert (directory / "recipe-dies" / ROUNDS).read_text() == bare
 
 
-def test_workers_compute_with_one_thread(workers):
-    assert run_tasks([_threads], workers) == [("1", "1")]
-
-
 def _threads(contact):
     return os.environ["OMP_NUM_THREADS"], os.environ["NUMBA_NUM_THREADS"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with the study that the page shows, and go there."""
+    (tmp_path / "widths.py").write_text(shown_on("how-to/sweeps.md", "widths.py"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.soak
+def test_the_study_of_the_page(folder, capsys):
+    assert run_app(["sweep", "widths.py:study:rounds=3", "--out", "widths", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "4 runs (model × recipe × alpha)" in said
+    assert "[4/4, " in said
+    runs = json.loads((folder / "widths" / "summary.json").read_text())["runs"]
+    assert [run["settings"]["recipe"] for run in runs] == ["gd", "lean"] * 2
+    assert {run["rounds"] for run in runs} == {3}
+    stored = tomllib.loads((folder / "widths" / "sweep.toml").read_text())
+    assert stored["run"][3]["model"] == f"{folder}/widths.py:perceptron:width=32"
+
+    # Going on calls no function of the study, and models in files only when allowed.
+    (folder / "widths" / runs[1]["name"] / "summary.json").unlink()
+    text = (folder / "widths.py").read_text()
+    assert run_app(["sweep", "--resume", "widths"]) == 2
+    assert "add --allow-code if you trust it" in capsys.readouterr().err
+    (folder / "widths.py").write_text(text.replace("yield", "raise KeyError("))
+    assert run_app(["sweep", "--resume", "widths", "--allow-code"]) == 2
+    (folder / "widths.py").write_text(text)
+    assert run_app(["sweep", "--resume", "widths", "--allow-code", "--jobs", "1"]) == 0
+    assert "3 finished before" in capsys.readouterr().out
+    assert json.loads((folder / "widths" / "summary.json").read_text())["runs"] == runs
+    assert run_app(["report", "widths"]) == 0
+
+
+def test_what_a_function_may_yield(tmp_path):
+    file = tmp_path / "study.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from aqg.runs.config import resolve\n"
+        "def study(count=2):\n"
+        "    yield {'recipe': 'gd', 'seed': np.int64(count), 'absences': ((0, 1, 2),)}\n"
+        "    yield resolve({'recipe': 'lean', 'rounds': 7})[0]\n"
+    )
+    first, second = call_study(Code.parse(f"{file}:study:count=3"), None)
+    assert first == {"recipe": "gd", "seed": 3, "absences": [[0, 1, 2]]}
+    assert type(first["seed"]) is int
+    (run,) = expand({"run": [second]}).runs
+    assert run.config == resolve({"recipe": "lean", "rounds": 7})[0]
+    named = expand({"run": [{"name": "b", "recipe": "gd"}, {"name": "a", "recipe": "lean"}]})
+    assert ([job.name for job in named.runs], named.varying) == (["b", "a"], ("recipe",))
+    assert np.isclose(run.config.alpha, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "returned int; it must yield settings of runs"),
+        ("return {'recipe': 'gd'}", "returned dict; it must yield"),
+        ("return []", "yields no run; at least 1 is needed"),
+        ("yield {'recipe': 'gd'}; yield 5", "yields a int as run 2; it must be settings"),
+        ("yield {'recipe': 'gd'}; 1 / 0", "failed after 1 runs: ZeroDivisionError"),
+        ("raise KeyError(3)", "failed: KeyError: 3"),
+    ],
+)
+def test_a_bad_function_is_refused_in_one_line(tmp_path, body, message):
+    (tmp_path / "study.py").write_text(f"def study():\n    {body}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        call_study(Code.parse(f"{tmp_path}/study.py:study"), None)
+    assert "\n" not in str(caught.value)
+
+
+SOURCE = r"""
+from dataclasses import dataclass
+
+@dataclass
+class Made:
+    shape: tuple
+    width: int
+
+def make(input_shape, width=3):
+    return Made(input_shape, width)
+
+def everything(**given):
+    return given
+
+def needy(colour):
+    return colour
+
+def failing():
+    raise KeyError("no\nsuch thing")
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_function_gets_what_it_asks_for(file):
+    code = Code.parse(f"{file}:make:width=7")
+    made = code.call(input_shape=(2, 3), num_classes=4)
+    assert (made.shape, made.width) == ((2, 3), 7)
+    assert Code.parse(f"{file}:everything").call(a=1, b=2) == {"a": 1, "b": 2}
+    assert Code.parse(str(code)) == code
+    assert code.short == "own.py:make:width=7"
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (":nothing", "has no function 'nothing'"),
+        (":make:depth=2", r"make\(\) in .* has no option 'depth'; it has: width"),
+        (":needy", "needs an argument 'colour'; what it can ask for by name is input_shape"),
+        (":failing", r"failing\(\) in .* failed: KeyError: 'no\\nsuch thing'"),
+        ("", "write FILE.py:FUNCTION"),
+        (":make:width", "write FILE.py:FUNCTION"),
+        (":2x", "write FILE.py:FUNCTION"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(file, rest, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Code.parse(f"{file}{rest}").call(input_shape=(2,))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_fails_is_named(tmp_path):
+    for source, message in {
+        None: "own.py' cannot be read: No such file",
+        "def f(:\n": "own.py' cannot be run: SyntaxError",
+        "import nothing_of_this_name\n": "No module named 'nothing_of_this_name'",
+    }.items():
+        if source is not None:
+            (tmp_path / "own.py").write_text(source)
+        with pytest.raises(ConfigError, match=message):
+            load_file(tmp_path / "own.py")
+
+
+def test_a_changed_file_is_another_file_and_those_of_a_folder_import_each_other(file, tmp_path):
+    before, digest = load_file(file), file_digest(file)
+    assert load_file(file) is before
+    file.write_text(SOURCE + "\nlater = 1\n")
+    assert file_digest(file) != digest
+    assert load_file(file).later == 1
+
+    (tmp_path / "helper_of_own.py").write_text("VALUE = 5\n")
+    (tmp_path / "main.py").write_text("from helper_of_own import VALUE\nf = lambda: VALUE\n")
+    assert Code.parse(f"{tmp_path}/main.py:f").call() == 5

@@ -110,10 +110,8 @@ def uploads(draw, max_length=600):
 @st.composite
 def dense_uploads(draw, max_length=300):
     """Any finite float32 vector, with some of them repetitive enough to be coded."""
-    values = draw(
-        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=12)
-        | st.just([0.0, -0.0, 1e-45])
-    )
+    finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    values = draw(st.lists(finite, max_size=12) | st.just([0.0, -0.0, 1e-45]))
     length = draw(st.integers(0, max_length)) if values else 0
     return DenseUpload(np.resize(np.array(values, np.float32), length))
 
@@ -128,9 +126,8 @@ def field_messages(draw):
     if draw(st.booleans()):
         vector = np.resize(np.repeat(vector, 9), length)
     share = draw(st.sampled_from([0.0, 0.01, 0.2, 1.0]))
-    return field_message(
-        draw(st.sampled_from(FIELD_MODES)), vector, share, draw(st.integers(0, 2**32 - 1))
-    )
+    mode, seed = draw(st.sampled_from(FIELD_MODES)), draw(st.integers(0, 2**32 - 1))
+    return field_message(mode, vector, share, seed)
 
 
 def messages():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.grids import Grid
+from aqg.core.grids import Grid, level_dtype
 from aqg.core.messages import (
     BlockUpload,
     DenseUpload,
@@ -22,10 +22,11 @@ from aqg.core.messages import (
 )
 from aqg.errors import ConfigError, MessageError, WireError
 from aqg.wire import Known, decode, encode
-from aqg.wire.bitpack import packed_size
+from aqg.wire.bitpack import pack, packed_size, unpack
 from aqg.wire.frame import Mode
 from aqg.wire.payloads import decode_gaps, encode_gaps, few_places
 from aqg.wire.sections import BLOCK_LENGTH, BLOCKED_LENGTH
+from aqg.wire.statistics import Section, StatisticsMessage, decode_statistics, encode_statistics
 from aqg.wire.varint import MAX_BYTES, Reader, write_varint
 from aqg.wire.varint import seal as sealed
 
@@ -106,6 +107,20 @@ def test_large_messages_are_coded_in_blocks(case):
         assert decode(frame, length, threads=threads) == message
 
 
+@given(st.integers(1, 16), st.integers(0, 400), st.integers(0, 2**32 - 1), st.sampled_from([1, -1]))
+def test_levels_are_packed_as_numpy_packs_bits(width, length, seed, stride):
+    levels = np.random.default_rng(seed).integers(0, 1 << width, length)
+    levels = levels.astype(level_dtype(width))[::stride]
+    packed = pack(levels, width)
+    bits = levels.astype(np.uint16)[:, None] >> np.arange(width, dtype=np.uint16) & np.uint16(1)
+    by_numpy = np.packbits(bits.astype(np.uint8).ravel(), bitorder="little")
+    np.testing.assert_array_equal(packed, by_numpy)
+    np.testing.assert_array_equal(unpack(packed, width, length), levels)
+    for wrong, reason in ((np.append(levels, 1 << width), "does not fit"), (levels, "width 17")):
+        with pytest.raises(MessageError, match=reason):
+            pack(wrong, 17 if wrong is levels else width)
+
+
 def test_what_both_ends_know_makes_frames_shorter_and_is_checked():
     upload = laplace_upload(Grid.MIDTREAD, 4, 7850, 1.5, seed=0)
     noise = np.random.default_rng(1).normal(size=7850).astype(np.float32) * upload.step
@@ -123,10 +138,6 @@ def test_what_both_ends_know_makes_frames_shorter_and_is_checked():
         encode(upload, known=Known(noise[:9]))
 
 
-def test_a_skip_is_one_byte_whatever_its_reason():
-    assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
-
-
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_bytes_like_frame_is_read(kind):
     upload = laplace_upload(Grid.MIDTREAD, 4, 1000, 1.0, seed=0)
@@ -138,7 +149,7 @@ def test_any_bytes_like_frame_is_read(kind):
         assert decoded == upload
 
 
-def test_sparse_frames_reach_the_entropy_of_random_places():
+def test_sparse_frames_reach_the_entropy_of_random_places_and_less_for_clusters():
     """``log2(n choose k)`` bits for places, ``k`` for signs, 11 or so per magnitude."""
     random = np.random.default_rng(2)
     for length, count in ((159_010, 1590), (159_010, 80), (7850, 78)):
@@ -154,16 +165,12 @@ def test_sparse_frames_reach_the_entropy_of_random_places():
         ternary = Upload(levels, 1.0, 2, Grid.MIDTREAD)
         assert size_of(message) <= 20 + size_of(ternary)
 
-
-def test_clustered_places_take_less():
     random = np.random.default_rng(3)
     scattered = np.sort(random.choice(20_000, 400, replace=False))
     starts = np.sort(random.choice(1000, 40, replace=False))
     clustered = (20 * starts[:, None] + np.arange(10)).ravel()
-    sizes = [
-        size_of(SparseUpload(indices, np.ones(400, np.float16), 0, 20_000))
-        for indices in (scattered, clustered)
-    ]
+    uploads = (SparseUpload(i, np.ones(400, np.float16), 0, 20_000) for i in (scattered, clustered))
+    sizes = [*map(size_of, uploads)]
     assert sizes[1] < 0.5 * sizes[0]
 
 
@@ -205,12 +212,6 @@ def test_random_places_cost_little_more_than_they_must(length, count):
     choose = math.lgamma(length + 1) - math.lgamma(count + 1) - math.lgamma(length - count + 1)
     bound = (choose / math.log(2) + count) / 8
     assert bound <= np.mean(sizes) <= bound + 2.5 + 0.02 * count  # a count, half a byte of padding
-
-
-def test_golden_places():
-    upload = ternary(100, 3, seed=5)
-    assert np.flatnonzero(upload.levels != 1).tolist() == GOLDEN_PLACES
-    assert encode(upload).hex() == GOLDEN_GAPS
 
 
 def test_only_few_places_of_three_levels_qualify():
@@ -292,6 +293,8 @@ UPLOAD = encode(Upload(np.array([0, 1, 2, 1], np.uint8), 0.5, 2, Grid.MIDTREAD))
 GAPS = encode(ternary(1000, 9))[6:-4]
 PLACES = b"\x00" + bytes([0b011001])  # packed: 1, 2, 1
 """One positive value among three."""
+HALF_WHOLE = b"\x80\x00\x02" + PLACES + b"\x02\x00\x00\x02"
+"""Such a frame up to its halves."""
 
 
 @pytest.mark.parametrize(
@@ -324,24 +327,12 @@ PLACES = b"\x00" + bytes([0b011001])  # packed: 1, 2, 1
         (framed(Mode.HALF, 0, b"\xff\x01\x00\x01\x00"), 0, "exponent 127 is outside"),
         (framed(Mode.SPARSE, 3, b"\x80"), 3, "inside the coder of the places"),
         (framed(Mode.SPARSE, 3, b"\x80\x02\x02" + PLACES), 3, "coded as 2; it must be 0 or 1"),
-        (
-            framed(Mode.SPARSE, 3, b"\x80\x00\x7f" + PLACES),
-            3,
-            "places claims 127 bytes where 2 are left",
-        ),
+        (framed(Mode.SPARSE, 3, b"\x80\x00\x7f" + PLACES), 3, "places claims 127 bytes where"),
         (framed(Mode.SPARSE, 3, b"\x80\x00\x02\x00\x3f"), 3, "a place holds 3"),
         (framed(Mode.SPARSE, 3, b"\x80\x00\x02\x00\x15\x00"), 3, "1 bytes follow the places"),
         (framed(Mode.SPARSE, 3, b"\x80\x00\x02" + PLACES), 3, "ends inside the varint"),
-        (
-            framed(Mode.SPARSE, 3, b"\x80\x00\x02" + PLACES + b"\x02\x00\x00\x02\x00\x00"),
-            3,
-            "NaN, infinity or zero",
-        ),
-        (
-            framed(Mode.SPARSE, 3, b"\x80\x00\x02" + PLACES + b"\x02\x00\x00\x02\x00\x7c"),
-            3,
-            "NaN, infinity or zero",
-        ),
+        (framed(Mode.SPARSE, 3, HALF_WHOLE + b"\x00\x00"), 3, "NaN, infinity or zero"),
+        (framed(Mode.SPARSE, 3, HALF_WHOLE + b"\x00\x7c"), 3, "NaN, infinity or zero"),
         (framed(Mode.BLOCKS, 3, b"\x09\x00"), 3, "steps claims 9 bytes where 1 are left"),
         (framed(Mode.ROTATED, 3, b"\x00" * 7), 3, "ends at byte 7, inside the scales"),
         (framed(Mode.ROTATED, 3, b"\x00" * 10), 3, "4 levels of 1 bits take 1 bytes, not 2"),
@@ -401,3 +392,80 @@ def test_golden_frames_are_read_and_written_as_they_always_were(case):
         message = golden_messages()[name]
         known = golden_known(1000) if name == "hinted-4-bit" else None
         assert encode(message, known=known) == frame
+
+
+SECTIONS = (Section(3, "float32"), Section(2, "float64"), Section(2, "int"))
+
+
+def message(sent=(True, True, True)):
+    values = np.array([0.25, -3.0, 1e-3, np.pi, 1e300])
+    return StatisticsMessage(values, np.array([5, -70000]), np.array(sent, np.bool_))
+
+
+def test_golden_bytes_of_statistics_places_and_skips():
+    small = StatisticsMessage(np.array([1.0, -0.5]), np.array([3]), np.array([True, True]))
+    sections = (Section(2, "float32"), Section(1, "int"))
+    assert encode_statistics(small, sections, "half").hex() == "510103020074" + "00f006d089282a"
+    small = small._replace(short=np.array([True, True]))
+    byte = encode_statistics(small, sections, "byte")
+    assert byte[:-4].hex() == "51020301" + "0278f0" + "06"
+    change = encode_statistics(small, sections, "change")
+    assert change[:-4].hex() == "51030301" + "00e7" + "06"
+    assert encode(Skip()) == encode(Skip("the gradient holds NaN")) == b"\x20"
+    upload = ternary(100, 3, seed=5)
+    assert np.flatnonzero(upload.levels != 1).tolist() == GOLDEN_PLACES
+    assert encode(upload).hex() == GOLDEN_GAPS
+
+
+@pytest.mark.parametrize("sent", [(True, True, True), (False, True, False), (False, False, True)])
+def test_only_what_is_sent_comes_back(sent):
+    original = message(sent)
+    found = decode_statistics(encode_statistics(original, SECTIONS, "half"), SECTIONS)
+    assert found.sent.tolist() == list(sent)
+    expected = original.values * np.repeat(sent[:2], (3, 2))
+    np.testing.assert_allclose(found.values[[0, 1, 2, 4]], expected[[0, 1, 2, 4]], rtol=2.0**-11)
+    np.testing.assert_array_equal(found.counts, original.counts * sent[2])
+
+
+@given(
+    st.lists(
+        st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_short_forms_keep_their_bounds_and_the_sign(numbers):
+    values = np.array(numbers)
+    every = np.ones(1, np.bool_)
+    original = StatisticsMessage(values, np.zeros(0, np.int64), every, every)
+    sections = (Section(len(values), "float64"),)
+    bounds = {"half": (2.0**-11, 2.0**-39), "byte": (1 / 16, 2.0**-17), "change": (1 / 3, 2.0**-6)}
+    for precision, (share, of_largest) in bounds.items():
+        frame = encode_statistics(original, sections, precision)
+        found = decode_statistics(frame, sections).values
+        bound = share * np.abs(values) + of_largest * np.abs(values).max()
+        assert (np.abs(found - values) <= bound * (1 + 1e-12)).all()
+        assert (found * np.sign(values) >= 0).all()
+        frame = encode_statistics(original._replace(values=found), sections, precision)
+        again = decode_statistics(frame, sections).values  # the largest may be a power of two now
+        assert (np.abs(again - found) <= of_largest * np.abs(found).max()).all()
+
+
+def test_tensors_of_a_frame_may_be_short_or_half_but_not_without_end():
+    original = message()._replace(short=np.array([True, False, True]))
+    original.values[4] = 2.0
+    for precision in "byte", "change":
+        found = decode_statistics(encode_statistics(original, SECTIONS, precision), SECTIONS)
+        assert found.short.tolist() == [True, False, False]  # integers have no short form
+        assert found.is_change == (precision == "change")
+        np.testing.assert_allclose(found.values[3:], original.values[3:], rtol=2.0**-11)
+        np.testing.assert_array_equal(found.counts, original.counts)
+
+    broken = message()
+    broken.values[1] = np.nan
+    with pytest.raises(WireError, match="NaN or infinity"):
+        encode_statistics(broken, SECTIONS, "half")
+    silent = broken._replace(sent=np.array([False, True, True]))
+    assert encode_statistics(silent, SECTIONS, "half")
+    with pytest.raises(WireError, match="precision 'double' is not one of half, byte, change"):
+        encode_statistics(message(), SECTIONS, "double")

@@ -87,9 +87,7 @@ def test_memory_is_bounded_by_the_expected_length():
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("length", "every"), [(1 << 20, 1), pytest.param(5_000_000, 3, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("length", "every"), [(1 << 20, 1), soak(5_000_000, 3)])
 def test_a_short_frame_is_little_work_however_much_it_claims(length, every):
     known = known_for(length)
     frames = starved_frames(length)[::every]
