@@ -313,10 +313,7 @@ DATASETS: dict[str, tuple[str, Callable[[Path | None], Dataset]]] = {
         "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
         lambda _: load_digits(),
     ),
-    "mnist": (
-        "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
-        load_mnist,
-    ),
+    "mnist": ("70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors", load_mnist),
     "heterogeneous": (
         "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's three "
         "sets; 2 MB from the LAG repository on GitHub",

@@ -25,13 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from aqg.errors import ConfigError, RunError
 from aqg.runs.cost import Cost
-from aqg.runs.directory import (
-    VALIDATION,
-    Line,
-    finite_or_none,
-    metric_fields,
-    statistics_bytes,
-)
+from aqg.runs.directory import VALIDATION, Line, finite_or_none, metric_fields, statistics_bytes
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
