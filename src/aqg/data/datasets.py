@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import IntArray
 from aqg.errors import DataError
 from aqg.settings import require_choice
 
@@ -152,9 +153,9 @@ class Dataset:
     test_features: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
     test_labels: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
     # ``(N,)``, int64: which of several original sets a sample is from, or None
-    sources: NDArray[np.int64] | None = None
+    sources: IntArray | None = None
     # ``(N,)``, int64 in ``0..M-1``: which client a sample belongs to, or None
-    clients: NDArray[np.int64] | None = None
+    clients: IntArray | None = None
     client_names: tuple[str, ...] = ()  # what the data call the ``M`` clients
 
     def __post_init__(self) -> None:
@@ -259,7 +260,7 @@ def load_mnist(data_dir: Path | None = None) -> Dataset:
     def images(content: bytes) -> NDArray[np.floating]:
         return np.frombuffer(content, np.uint8, offset=16).reshape(-1, 784) / np.float32(255)
 
-    def labels(content: bytes) -> NDArray[np.int64]:
+    def labels(content: bytes) -> IntArray:
         return np.frombuffer(content, np.uint8, offset=8).astype(np.int64)
 
     return Dataset("mnist", images(x), labels(y), 10, images(x_test), labels(y_test))
@@ -425,7 +426,7 @@ def _are_classes(labels: NDArray[Any]) -> bool:
     return is_whole and len(labels) > 0 and labels.min() >= 0 and labels.max() < _MAX_CLASSES
 
 
-def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], IntArray | None]:
     ids = arrays.get("client")
     if ids is None:
         return (), None

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from aqg.core.types import IntArray
 from aqg.data.datasets import Dataset
 from aqg.errors import ConfigError, DataError
 from aqg.spec import make_named
@@ -21,7 +21,7 @@ MAX_CONCENTRATION = 1e9
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
 _MAX_DRAWS = 100
 
-Parts: TypeAlias = Sequence[NDArray[np.int64]]
+Parts: TypeAlias = Sequence[IntArray]
 Split: TypeAlias = Callable[[Dataset, int, np.random.Generator], Parts]
 
 
@@ -32,7 +32,7 @@ class Partition:
     spec: str
     _split: Split = field(compare=False, repr=False)
 
-    def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
+    def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[IntArray, ...]:
         """Return the sorted sample indices of each of ``num_clients`` clients."""
         if num_clients < 1:
             raise ConfigError(f"number of clients is {num_clients}, at least 1 is needed")
@@ -66,7 +66,7 @@ def _label(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
             f"one label per client needs at least {num_classes} clients for the "
             f"{num_classes} labels of {dataset.name!r}, got {num_clients}"
         )
-    parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * num_clients
+    parts: list[IntArray] = [np.empty(0, np.int64)] * num_clients
     for label in range(num_classes):
         samples = np.flatnonzero(dataset.labels == label)
         num_holders = len(range(label, num_clients, num_classes))
@@ -165,7 +165,7 @@ def _dirichlet(concentration: float) -> Split:
     return split
 
 
-def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
+def _feed_empty_clients(counts: IntArray) -> None:
     totals = counts.sum(axis=0)
     for client in np.flatnonzero(totals == 0):
         giver = totals.argmax()
@@ -221,9 +221,7 @@ def parse_partition(spec: str) -> Partition:
     return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
-def partition_table(
-    dataset: Dataset, parts: Sequence[NDArray[np.int64]]
-) -> list[dict[str, int | str]]:
+def partition_table(dataset: Dataset, parts: Sequence[IntArray]) -> list[dict[str, int | str]]:
     """Return one row per client: its samples in all, of each label and of each source."""
     columns = {"label": (dataset.labels, dataset.num_classes)}
     if dataset.sources is not None:

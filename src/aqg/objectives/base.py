@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError
 from aqg.models import MODULES
 from aqg.spec import make_named
@@ -96,7 +94,7 @@ class Objective(ABC):
         return ModuleObjective(module, loss, **options)
 
     @abstractmethod
-    def init_params(self, seed: int) -> NDArray[np.float64]:
+    def init_params(self, seed: int) -> Float64Array:
         """Return the parameters a run starts from; the same seed gives the same ones."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ from abc import abstractmethod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, DataError
 from aqg.jit import njit
 from aqg.objectives.base import Array, Layout, Objective, Scaling
@@ -48,7 +48,7 @@ class ClosedForm(Objective):
         self.num_features = num_features
         self.scaling = scaling
 
-    def init_params(self, seed: int) -> NDArray[np.float64]:
+    def init_params(self, seed: int) -> Float64Array:
         """Draw weights uniformly within ``±sqrt(6 / (fan_in + fan_out))`` (Glorot), biases zero."""
         if seed < 0:
             raise ConfigError(f"seed {seed} is not an integer of at least 0")

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.overrides import TorchFunctionMode
 
+from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, DataError
 from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
 from aqg.objectives.layout import Buffers, ModelLayout
@@ -103,7 +103,7 @@ class ModuleObjective(Objective):
         self._draws_nothing = False
         self._is_repeatable = False
 
-    def init_params(self, seed: int) -> NDArray[np.float64]:
+    def init_params(self, seed: int) -> Float64Array:
         if seed < 0:
             raise ConfigError(f"seed {seed} is not an integer of at least 0")
         module = self.module

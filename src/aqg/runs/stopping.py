@@ -1,17 +1,8 @@
-"""When a run is over before its last round, one definition each; and its results.
+"""When a run is over before its last round, and its results.
 
-*Reached*
-    The target is met so many rounds in a row (`Target.hold`); the first of them counts. With
-    ``hold = 0`` a run is not ended by its target, and the target has to be met to the very end.
-    On a validation set (`Target.is_mean`) the mean over these rounds has to meet it, and the first.
-*Diverged*
-    The loss is no number, or beyond all use (`has_diverged`).
-*Hopeless*
-    A run with a target is far behind: its loss is 100 times the first one, or at half of its rounds
-    it has not come half of its way, or at three quarters not three quarters.
-*Too expensive*
-    Other runs of the study show that the cost is of no interest, whether or not the target is
-    reached in the end: it is *beyond* what federated averaging needs.
+``docs/reference/files.md`` says what each ending means. With ``hold = 0`` a run is not ended by its
+target, and the target has to be met to the very end. A run is *beyond* its ceiling where others of
+the study show that the cost is of no interest, whether or not the target is reached in the end.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core.grids import snap
 from aqg.core.messages import Upload
 from aqg.core.public import Entry, Merged, Public, advance, follow_merged
 from aqg.core.recipe import Movement
 from aqg.core.track import MAX_DIRECTION, Change, Part, Track
-from aqg.core.types import FloatArray
+from aqg.core.types import ByteArray, FloatArray
 from aqg.errors import MessageError, WireError
 from aqg.wire.frame import Known, decode, decode_bare, encode, encode_bare
 from aqg.wire.sections import Alphabet, Plane, decode_planes, encode_planes
@@ -178,7 +177,7 @@ def _encode_part(part: Part, known: Known | None, *, is_velocity: bool) -> bytes
 
 
 def _decode_part(
-    number: int, payload: NDArray[np.uint8], old: FloatArray, known: Known | None
+    number: int, payload: ByteArray, old: FloatArray, known: Known | None
 ) -> Change | Upload:
     if not len(payload):
         raise WireError(f"a part of entry {number} has 0 bytes")

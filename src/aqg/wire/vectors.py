@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.types import FloatArray
+from aqg.core.types import ByteArray, Float64Array, FloatArray
 from aqg.errors import WireError
 from aqg.wire import frame, sections
 from aqg.wire.payloads import Mode
@@ -30,7 +30,7 @@ _BLOCK = 1 << 18
 _PLACES_MODES = (Mode.RAW, Mode.CODED, Mode.CONTEXT, Mode.GAPS)
 
 
-_Difference: TypeAlias = tuple[int, NDArray[np.uint8], bytes, list[Plane]]
+_Difference: TypeAlias = tuple[int, ByteArray, bytes, list[Plane]]
 """What is written: the kind, the signs, and the head and planes of magnitudes other than zero."""
 
 
@@ -44,7 +44,7 @@ def encode_vector(new: FloatArray, old: FloatArray) -> bytes:
     return written + encode_planes(planes) if planes else written
 
 
-def decode_vector(data: NDArray[np.uint8], old: FloatArray) -> Any:
+def decode_vector(data: ByteArray, old: FloatArray) -> Any:
     """Return the vector that `encode_vector` wrote; raise `WireError` on anything else.
 
     Memory is taken in proportion to the vector only.
@@ -122,9 +122,7 @@ def _measure(new: FloatArray, old: FloatArray) -> _Difference:
     return BITS, levels, b"", sections.split_bytes(magnitudes, [BYTES] * gaps.itemsize)
 
 
-def _multiples(
-    signs: NDArray[np.uint8], multiples: NDArray[np.uint64], exponent: int
-) -> _Difference:
+def _multiples(signs: ByteArray, multiples: NDArray[np.uint64], exponent: int) -> _Difference:
     """Write multiples by a table where they take few values, else by their bytes."""
     largest = int(multiples.max())
     if largest < max(1 << 16, 4 * len(multiples)):
@@ -143,7 +141,7 @@ def _multiples(
     return LATTICE, signs, write_zigzag(exponent) + bytes([len(planes)]), planes
 
 
-def _on_lattice(magnitudes: NDArray[np.float64]) -> tuple[NDArray[np.uint64], int] | None:
+def _on_lattice(magnitudes: Float64Array) -> tuple[NDArray[np.uint64], int] | None:
     """Return numbers as multiples of the largest power of two that divides all of them."""
     if not np.isfinite(magnitudes).all():
         return None

@@ -1,13 +1,10 @@
 """What is compared, and which run comes next: asked whenever a worker is free.
 
-Federated averaging comes first. Where its plateau is the goal of a task, its step is searched on
-seed 0 for the best plateau: fixed ones, and our own, which sets itself. Its runs go to the last
-round, and are never stopped for their bytes. The step with the best plateau and the one that
-reaches the target in the fewest rounds are run with all other seeds. From each seed's runs comes
-the reference of that seed (`measure.make_reference`), and only then are other recipes run with it.
-Ours goes to the last round as well, so that plateaus can be compared; the others go to the hardest
-target or to a quarter more rounds. Where the target is fixed, all runs end with it, and federated
-averaging is searched like any other recipe.
+Federated averaging comes first, and is never stopped for its bytes. Where its plateau is the goal
+of a task, the step with the best plateau on seed 0 and the one that reaches the target in the
+fewest rounds are run with all other seeds. From each seed's runs comes the reference of that seed
+(`measure.make_reference`), and only then are other recipes run with it. Where the target is fixed,
+all runs end with it, and federated averaging is searched like any other recipe.
 
 A recipe is searched on seed 0, if there is a search (`search.pending_settings`); its best setting
 is run with all seeds if it comes close to the best of all, and else with fewer. Recipes come in

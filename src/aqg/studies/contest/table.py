@@ -1,17 +1,7 @@
 """What a comparison found: cost, savings and delay of every recipe, for every task and target.
 
-A comparison's directory holds
-
-================ ============================================================================
-``compare.json``  what is compared
-``trials.jsonl``  every finished run with its curve, a line each
-``targets.json``  federated averaging's plateaus, the targets, and when it reaches them
-``results.json``  a cell for each recipe, task and target
-``tables.md``     the tables
-``frontier.png``  the picture
-``tuned.json``    after a search: the best setting of every recipe and task
-``TASK/RECIPE/``  a run directory for each trial
-================ ============================================================================
+``docs/explanation/measure.md`` says what is in a comparison's directory. A trial's run directory is
+in ``TASK/RECIPE/`` below it.
 """
 
 import json
