@@ -235,12 +235,12 @@ def test_unknown_model_is_named_with_the_choices(spec):
     ("arguments", "message"),
     [
         (("logistic", 4, 3, 0.0, "mean"), "needs 2 classes, the data has 3"),
-        (("softmax", 0, 3, 0.0, "mean"), "at least 1 feature, got 0"),
-        (("softmax", 4, 1, 0.0, "mean"), "at least 2 classes, got 1"),
-        (("softmax", 4, 3, -0.5, "mean"), "l2 -0.5"),
-        (("softmax", 4, 3, float("nan"), "mean"), "l2 nan"),
-        (("softmax", 4, 3, 0.0, "median"), "scaling 'median' is not one of mean, sum"),
-        (("softmax", 4, 3, 0.0, "mean"), "seed -1"),
+        (("softmax", 0, 3, 0.0, "mean"), "features is 0; it must be at least 1"),
+        (("softmax", 4, 1, 0.0, "mean"), "classes is 1; it must be at least 2"),
+        (("softmax", 4, 3, -0.5, "mean"), "l2 is -0.5"),
+        (("softmax", 4, 3, float("nan"), "mean"), "l2 is nan"),
+        (("softmax", 4, 3, 0.0, "median"), "unknown scaling 'median'; choose from mean, sum"),
+        (("softmax", 4, 3, 0.0, "mean"), "seed is -1"),
     ],
 )
 def test_bad_settings(arguments, message):

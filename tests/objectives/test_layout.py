@@ -132,7 +132,11 @@ def test_what_cannot_travel_is_refused_by_name():
         (module, {}, "parameter 'phase' is complex64"),
         (twins, {}, r"'0\.weight' and '1\.weight' share their memory"),
         (nn.LazyLinear(3), {}, "'weight' has no values yet"),
-        (nn.Linear(2, 1), {"statistics": "mean"}, "'mean' is not one of average, local, frozen"),
+        (
+            nn.Linear(2, 1),
+            {"statistics": "mean"},
+            "unknown statistics 'mean'; choose from average, local, frozen",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             ModelLayout.of(made, **options)

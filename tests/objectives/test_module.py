@@ -362,8 +362,8 @@ def of_what_was_computed():
     ("module", "options", "message"),
     [
         ("cnn", {}, r"module is a str, not a torch\.nn\.Module"),
-        (LINEAR, {"l2": -1}, "l2 -1 is not a finite number of at least 0"),
-        (LINEAR, {"scaling": "max"}, "scaling 'max' is not one of mean, sum"),
+        (LINEAR, {"l2": -1}, "l2 is -1; it must be finite and at least 0"),
+        (LINEAR, {"scaling": "max"}, "unknown scaling 'max'; choose from mean, sum"),
         (LINEAR, {"input_shape": ()}, "is not a tuple of integers above 0"),
         (LINEAR, {"input_shape": (1, 0)}, "is not a tuple of integers above 0"),
         (nn.ReLU(), {}, "ReLU has 0 parameters that require a gradient"),
@@ -384,7 +384,7 @@ def test_bad_arguments_are_named():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
-    with pytest.raises(ConfigError, match="seed -1 is not"):
+    with pytest.raises(ConfigError, match="seed is -1"):
         objective.init_params(-1)
     for arguments, message in (
         ((params[:3], features, labels), r"parameters have shape \(3,\); module needs"),

@@ -13,7 +13,8 @@ import numpy as np
 
 from aqg.core.types import IntArray
 from aqg.data.datasets import Dataset
-from aqg.errors import ConfigError, DataError
+from aqg.errors import DataError, require
+from aqg.settings import Bound
 from aqg.spec import make_named
 
 MAX_CONCENTRATION = 1e9
@@ -34,10 +35,8 @@ class Partition:
 
     def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[IntArray, ...]:
         """Return the sorted sample indices of each of ``num_clients`` clients."""
-        if num_clients < 1:
-            raise ConfigError(f"number of clients is {num_clients}, at least 1 is needed")
-        if seed < 0:
-            raise ConfigError(f"seed is {seed}, at least 0 is needed")
+        require(num_clients >= 1, "clients", num_clients, "at least 1")
+        require(seed >= 0, "seed", seed, "at least 0")
         if num_clients > len(dataset):
             raise DataError(
                 f"cannot split {len(dataset)} samples of {dataset.name!r} "
@@ -138,11 +137,8 @@ def _dirichlet(concentration: float) -> Split:
     Shares are drawn anew, up to 100 times, until every client has a sample. If one still has none,
     it gets a sample of the client that holds most, from that client's most frequent label.
     """
-    if not 0 < concentration <= MAX_CONCENTRATION:
-        raise ConfigError(
-            f"partition is 'dirichlet:{concentration}'; the number must be above 0 and at most "
-            f"{MAX_CONCENTRATION:g}"
-        )
+    bound = Bound(0, MAX_CONCENTRATION, open_low=True)
+    require(concentration in bound, "the number in dirichlet:A", concentration, str(bound))
 
     def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
         _require_classes(dataset, f"dirichlet:{concentration}")
@@ -178,10 +174,7 @@ def _feed_empty_clients(counts: IntArray) -> None:
 
 def _shards(shards_per_client: int) -> Split:
     """Cut samples sorted by label into ``M·K`` near-equal shards, and deal ``K`` to each client."""
-    if shards_per_client < 1:
-        raise ConfigError(
-            f"partition is 'shards:{shards_per_client}'; the number must be at least 1"
-        )
+    require(shards_per_client >= 1, "the number in shards:K", shards_per_client, "at least 1")
 
     def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
         _require_classes(dataset, f"shards:{shards_per_client}")

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from aqg.core.types import Float64Array
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.models import MODULES
+from aqg.settings import require_choice
 from aqg.spec import make_named
 
 if TYPE_CHECKING:
@@ -150,10 +151,8 @@ def make_objective(
     # Imported here because these modules import this one.
     from aqg.objectives.closed_form import Logistic, Perceptron, Softmax
 
-    if num_features < 1:
-        raise ConfigError(f"a model needs at least 1 feature, got {num_features}")
-    if num_classes < 2:
-        raise ConfigError(f"a model needs at least 2 classes, got {num_classes}")
+    require(num_features >= 1, "the number of features", num_features, "at least 1")
+    require(num_classes >= 2, "the number of classes", num_classes, "at least 2")
     check_loss_settings(l2, scaling)
 
     def logistic() -> Objective:
@@ -164,8 +163,7 @@ def make_objective(
         return Logistic(num_features, l2, scaling)
 
     def perceptron(hidden: int) -> Objective:
-        if hidden < 1:
-            raise ConfigError(f"model is {spec!r}; a layer has at least 1 unit")
+        require(hidden >= 1, "option hidden of model 'mlp'", hidden, "at least 1")
         return Perceptron(num_features, hidden, num_classes, l2, scaling)
 
     makers: dict[str, Callable[..., Objective]] = {
@@ -177,7 +175,5 @@ def make_objective(
 
 
 def check_loss_settings(l2: float, scaling: str) -> None:
-    if not (math.isfinite(l2) and l2 >= 0):
-        raise ConfigError(f"l2 {l2!r} is not a finite number of at least 0")
-    if scaling not in get_args(Scaling):
-        raise ConfigError(f"scaling {scaling!r} is not one of {', '.join(get_args(Scaling))}")
+    require(math.isfinite(l2) and l2 >= 0, "l2", l2, "finite and at least 0")
+    require_choice("scaling", scaling, get_args(Scaling))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from aqg.core.types import Float64Array
-from aqg.errors import ConfigError, DataError
+from aqg.errors import ConfigError, DataError, require
 from aqg.jit import njit
 from aqg.objectives.base import Array, Layout, Objective, Scaling
 
@@ -50,8 +50,7 @@ class ClosedForm(Objective):
 
     def init_params(self, seed: int) -> Float64Array:
         """Draw weights uniformly within ``±sqrt(6 / (fan_in + fan_out))`` (Glorot), biases zero."""
-        if seed < 0:
-            raise ConfigError(f"seed {seed} is not an integer of at least 0")
+        require(seed >= 0, "seed", seed, "at least 0")
         random = np.random.default_rng(seed)
         params = np.zeros(self.num_params)
         for tensor in self.tensors(params):

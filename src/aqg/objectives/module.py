@@ -27,7 +27,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.overrides import TorchFunctionMode
 
 from aqg.core.types import Float64Array
-from aqg.errors import ConfigError, DataError
+from aqg.errors import ConfigError, DataError, require
 from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.objectives.metrics import main_output
@@ -104,8 +104,7 @@ class ModuleObjective(Objective):
         self._is_repeatable = False
 
     def init_params(self, seed: int) -> Float64Array:
-        if seed < 0:
-            raise ConfigError(f"seed {seed} is not an integer of at least 0")
+        require(seed >= 0, "seed", seed, "at least 0")
         module = self.module
         if self._reset:
             module = copy.deepcopy(module)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from aqg.errors import ConfigError, RunError
+from aqg.errors import RunError, require
 from aqg.runs.cost import Cost
 from aqg.runs.directory import VALIDATION, Line, finite_or_none, metric_fields, statistics_bytes
+from aqg.settings import POSITIVE, SHARE
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -46,12 +47,9 @@ class Target:
     is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
-        most = 1.0 if self.kind == "accuracy" else math.inf
-        if not (0 < self.value <= most and math.isfinite(self.value)):
-            bound = "above 0 and at most 1" if self.kind == "accuracy" else "above 0"
-            raise ConfigError(f"target {self.kind} is {self.value}; it must be {bound}")
-        if self.hold < 0:
-            raise ConfigError(f"hold is {self.hold}; it must be at least 0")
+        bound = SHARE if self.kind == "accuracy" else POSITIVE
+        require(self.value in bound, f"target {self.kind}", self.value, str(bound))
+        require(self.hold >= 0, "hold", self.hold, "at least 0")
 
     def is_met(self, value: float) -> bool:
         """Tell whether a loss, residual or accuracy is good enough; NaN never is."""

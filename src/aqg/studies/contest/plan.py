@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 from aqg.core.downlink import AUTO, make_downlink
-from aqg.errors import AqgError, ConfigError, RunError
+from aqg.errors import AqgError, ConfigError, RunError, require
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
@@ -57,8 +57,7 @@ class Comparison:
     downlink: str = AUTO  # how clients receive the model; by default what suits each recipe
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError(f"seeds is {self.seeds}; it must be at least 1")
+        require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
         if self.downlink != AUTO:
             make_downlink(self.downlink)
 
