@@ -13,15 +13,16 @@ from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (
     decode_snapshot,
+    decode_vector,
     encode_entry,
     encode_log,
     encode_snapshot,
+    encode_vector,
     follow_log,
     known_velocity,
     log_overhead,
     log_rounds,
 )
-from aqg.wire.vectors import decode_vector, encode_vector
 
 from tests.wire.logs import (
     LENGTH,

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -75,6 +75,15 @@ class TheoryOptions(ConfigOptions):
         ARGUMENT, metavar="[RUNDIR]")
     rounds: int | None = setting(None,
         "Follow a run for this many rounds at most.", bound=FROM_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Given):
+    directories: list[Path] = setting(...,
+        "Runs, comparisons or sweeps; any number, mixed.", ARGUMENT, metavar="DIR...")
+    out: Path = setting(Path("report.html"), "The HTML file to write.")
+    png: Path | None = setting(None, "Also write the plots here, as PNG.", metavar="DIR")
+    csv: Path | None = setting(None, "Also write summary.csv and curves.csv here.", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +178,7 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
         kind: Any = get_type_hints(run)["options"]
         rows, hints, flag_hints = table(RunSettings), types(kind), types(RunSettings)
         parameters = [
-            _parameter(each.name, table(kind)[each.name], hints[each.name], each.default)
+            _parameter(each.name, table(kind)[each.name], hints[each.name], _default(each))
             for each in fields(kind)
             if each.name in table(kind)
         ]
@@ -190,6 +199,10 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
         return command
 
     return decorate
+
+
+def _default(option: Field[Any]) -> Any:
+    return ... if option.default is MISSING else option.default
 
 
 def _parameter(name: str, row: Setting, hint: Any, default: Any = None) -> inspect.Parameter:

@@ -322,8 +322,8 @@ class Logistic(ClosedForm):
         model, weight = np.ascontiguousarray(params), self.sample_weight(num_samples)
         scores = _score(model, rows)
         decays = np.exp(-np.abs(scores))  # NumPy's own is faster than a compiled loop
-        samples = rows, targets, scores, decays
-        _write_losses_and_gradients(model, *samples, weight, self.l2, losses, gradients)
+        samples, results = (rows, targets, scores, decays), (losses, gradients)
+        _write_losses_and_gradients(model, samples, weight, self.l2, results)
         return losses.reshape(clients)[()], gradients.reshape(*clients, num_features)
 
     def _sample_losses(self, tensors: Arrays, features: Array, labels: Array) -> Array:
@@ -381,16 +381,9 @@ def _score(params: Any, features: Any) -> Any:
 
 @njit(error_model="numpy", fastmath=_SUMS)
 def _write_losses_and_gradients(
-    params: Any,
-    features: Any,
-    labels: Any,
-    scores: Any,
-    decays: Any,
-    weight: Any,
-    l2: Any,
-    losses: Any,
-    gradients: Any,
+    params: Any, samples: Any, weight: Any, l2: Any, results: Any
 ) -> None:
+    (features, labels, scores, decays), (losses, gradients) = samples, results
     num_clients, num_samples, num_features = features.shape
     penalty = 0.0
     for j in range(num_features):

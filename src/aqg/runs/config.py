@@ -160,25 +160,22 @@ class DatasetFacts(NamedTuple):
     """What is set by default for a dataset that has a name; steps are for so many clients."""
 
     num_samples: int
-    settings: dict[str, Any]
+    partition: str
+    model: str
+    clients: int
+    rounds: int
     step_sizes: dict[str, float]  # by scaling, for gradients on all samples
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("partition", "model", "clients", "rounds")}
 
 
 DATASET_FACTS = {
-    "digits": DatasetFacts(
-        1442,
-        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
-        {"mean": 0.1, "sum": 0.0007},
-    ),
-    "mnist": DatasetFacts(
-        60_000,
-        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
-        {"mean": 0.02, "sum": 3e-6},
-    ),
+    "digits": DatasetFacts(1442, "label", "softmax", 10, 500, {"mean": 0.1, "sum": 0.0007}),
+    "mnist": DatasetFacts(60_000, "label", "softmax", 10, 4000, {"mean": 0.02, "sum": 3e-6}),
     "heterogeneous": DatasetFacts(
-        2314,
-        {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
-        {"mean": 0.008, "sum": 0.0015},
+        2314, "source", "logistic", 18, 500, {"mean": 0.008, "sum": 0.0015}
     ),
 }
 OWN = "custom"
@@ -218,7 +215,8 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
     else:
         require_choice("dataset", dataset, DATASETS, "or FILE.npz")
-        num_samples, defaults, step_sizes = DATASET_FACTS[dataset]
+        num_samples, *_, step_sizes = known = DATASET_FACTS[dataset]
+        defaults = known.settings
     merged = {"dataset": dataset, **defaults, **settings}
     if is_module(merged["model"]):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
