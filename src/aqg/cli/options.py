@@ -37,6 +37,14 @@ class StudyOptions(DataOptions):
     jobs: int | None = setting(None, "Runs at a time; one per core by default.", bound=FROM_1)
     cluster: str | None = setting(None, "Run on the Ray cluster there.", metavar="ADDRESS")
 
+    def refuse(self, reason: str, *names: str) -> None:
+        """Refuse options that were given and have no place beside another."""
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                row = table(type(self))[name]
+                shown = name if row.group == ARGUMENT else row.key or f"--{name}"
+                raise ConfigError(f"{reason} {shown}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DataOptions):
@@ -159,12 +167,6 @@ class CompareOptions(Options, StudyOptions):
         "Run nothing: show what is finished in this directory.", key="--from")
     tuned: Path | None = setting(None,
         "Settings that a search found; by default those of the package.")
-
-    def refuse(self, reason: str, *names: str) -> None:
-        """Refuse options that were given and have no place beside another."""
-        for name in names:
-            if getattr(self, name) not in (None, False):
-                raise ConfigError(f"{reason} {name if name == 'recipes' else f'--{name}'}")
 
 
 # fmt: on
