@@ -11,7 +11,7 @@ from aqg.errors import AqgError, ConfigError, DataError
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
-from aqg.runs.plan import Batch, prepare, train, unfinished
+from aqg.runs.plan import Batch, prepare, train
 from aqg.studies.sweep import GRID, TABLE, collect, create_sweep, expand, open_sweep, write_results
 from aqg.weights import BEST, FINAL
 
@@ -37,7 +37,7 @@ def workers():
 
 
 def go_on(workers, directory):
-    """Do what is unfinished; return the events, and what failed."""
+    """Do what is not finished; return the events, and what failed."""
     sweep = open_sweep(directory)
     batch = Batch(sweep.runs, directory)
     events = []
@@ -136,7 +136,7 @@ def test_a_bad_grid_or_list_is_refused_in_one_line(document, message):
 def test_every_run_equals_a_run_of_its_own(finished, tmp_path):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
-    assert unfinished(sweep.runs, finished) == []
+    assert Batch(sweep.runs, finished).left == []
     for run in sweep.runs[::3]:
         directory = finished / run.name
         assert {path.name for path in directory.iterdir()} == FILES
@@ -204,7 +204,7 @@ def test_another_grid_is_refused(finished, tmp_path):
     shutil.copytree(finished, edited)
     (edited / GRID).write_text(TEXT.replace("rounds = 12", "rounds = 15"))
     with pytest.raises(ConfigError, match=r"with rounds 15: the run has rounds 12"):
-        unfinished(open_sweep(edited).runs, edited)
+        Batch(open_sweep(edited).runs, edited)
 
 
 @pytest.mark.parametrize(
