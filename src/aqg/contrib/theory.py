@@ -19,7 +19,7 @@ from aqg.core.recipe import widest_weights
 from aqg.core.recipes import make_recipe
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, require
-from aqg.objectives.closed_form import Logistic, Softmax
+from aqg.objectives.base import Logistic, Softmax
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import finite_or_none
 from aqg.sim.problem import Problem

@@ -23,8 +23,7 @@ from scipy import optimize
 from aqg.core.types import Float64Array
 from aqg.data.datasets import chosen_directory, write_whole
 from aqg.errors import ConfigError, DataError
-from aqg.objectives.base import Array, Objective
-from aqg.objectives.closed_form import ClosedForm
+from aqg.objectives.base import Array, ClosedForm, Objective
 
 TOLERANCE = 1e-12
 CACHE_VARIABLE = "AQG_CACHE_DIR"
