@@ -289,8 +289,6 @@ def watch_run(
 
 
 class Landscape(NamedTuple):
-    """The shape of a problem's loss."""
-
     constants: Constants | None  # None where the loss is not convex
     start: Curvature  # at the model that a run starts from; then with its smallest value, too
 

@@ -329,7 +329,6 @@ def is_dataset_file(name: str) -> bool:
 
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """Load a dataset by name, or from a file whose name ends in ``.npz``."""
     if is_dataset_file(name):
         return read_dataset(Path(name).expanduser())
     require_choice("dataset", name, DATASETS, "or FILE.npz")

@@ -48,7 +48,6 @@ class Partition:
 
 
 def _iid(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
-    """Cut a random permutation of the samples into parts whose sizes differ by at most one."""
     return np.array_split(generator.permutation(len(dataset)), num_clients)
 
 

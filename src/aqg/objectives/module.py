@@ -119,7 +119,6 @@ class ModuleObjective(Objective):
         return self.model_layout.read_buffers(self.module)
 
     def with_module(self, module: nn.Module) -> ModuleObjective:
-        """Return the same objective with another module of the same layout to start from."""
         self.model_layout.check(module)
         evaluated = _for_evaluation(module)
         return self._with(module=module, _evaluated=evaluated, _constants={}, _reset=False)

@@ -311,7 +311,6 @@ def test_title(name: str) -> str:
 
 
 def _column(name: str, taken: Iterable[str]) -> str:
-    """Return the heading of a metric: its name, unless another column has it."""
     return f"test_{name}" if name in taken else name
 
 

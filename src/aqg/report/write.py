@@ -311,7 +311,6 @@ def common(values: Iterable[Any]) -> Any:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as in a sentence."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"

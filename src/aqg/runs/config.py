@@ -413,7 +413,6 @@ def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) 
 def refuse_changes(
     directory: Path, before: Mapping[str, Any], after: Mapping[str, Any], what: str, advice: str
 ) -> None:
-    """Refuse to go on with what was begun with other settings."""
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
             raise ConfigError(

@@ -47,8 +47,6 @@ Minimum: TypeAlias = float | Callable[[], float | None] | None
 
 @dataclass
 class Progress:
-    """What a run cost so far, and its last loss."""
-
     cost: Cost = field(default_factory=Cost)
     loss: float = math.nan
 
@@ -228,7 +226,6 @@ class Checkpoints:
         return self._clock() - self._last > self._seconds_apart
 
     def time(self, save: Callable[[], None]) -> None:
-        """Save, and look how long it takes."""
         begun = self._clock()
         save()
         self._last = self._clock()

@@ -33,8 +33,6 @@ from aqg.sim.problem import Problem
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study."""
-
     name: str  # of its directory, below that of the study
     config: RunConfig
     ceiling: float = math.inf  # the bytes beyond which it is of no interest

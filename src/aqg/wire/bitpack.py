@@ -19,7 +19,6 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def packed_size(length: int, width: int) -> int:
-    """Return the number of bytes ``length`` levels of ``width`` bits take."""
     return (length * width + 7) // 8
 
 

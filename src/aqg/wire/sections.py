@@ -47,8 +47,6 @@ THREADED_LENGTH = 1 << 15
 
 
 class Method(enum.IntEnum):
-    """How a section holds its symbols."""
-
     PACKED = 0
     ONE_LANE = 1
     LANES = 2

@@ -233,7 +233,6 @@ class Mean:
 
 
 def arithmetic_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of some numbers, with Student's interval."""
     count = len(values)
     center = sum(values) / count
     if count < 2:

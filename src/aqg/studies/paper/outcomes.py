@@ -369,7 +369,6 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 
 
 def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
-    """Collect what is finished, with what made it, and write it down."""
     plan = adopt_devices(plan, directory)
     devices = sorted({run.config.device for run in plan})
     versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}

@@ -321,7 +321,6 @@ def _png(figure: Any) -> bytes:
 
 
 def keep_results(runs: Sequence[plan.PlannedRun], scale: plan.Scale, directory: Path) -> Results:
-    """Write the results, the tables as Markdown and, with matplotlib, the figures as PNG."""
     results = keep(runs, scale, directory)
     text = "\n".join(table.to_markdown() for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
