@@ -283,9 +283,6 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
 
     Where a function makes the problem, it is called (with ``data_dir``) if a default depends on
     what it makes.
-
-    >>> [config.recipe for config in resolve({"recipe": "lean,gd"})]
-    ['lean', 'gd']
     """
     _check_names(settings)
     settings = {name: located(name, value) for name, value in _all_typed(settings).items()}
