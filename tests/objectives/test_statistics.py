@@ -10,12 +10,7 @@ nn = torch.nn
 
 from aqg.core.step_sizes import Fixed  # noqa: E402
 from aqg.objectives.layout import Buffers, ModelLayout  # noqa: E402  (needs torch)
-from aqg.objectives.statistics import (  # noqa: E402
-    SharedStatistics,
-    describe_change,
-    receive,
-    sections,
-)
+from aqg.objectives.statistics import SharedStatistics, describe_change, receive, sections  # noqa: E402
 from aqg.wire.statistics import StatisticsMessage, encode_statistics  # noqa: E402
 
 

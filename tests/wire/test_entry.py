@@ -24,15 +24,7 @@ from aqg.wire.entry import (
     log_rounds,
 )
 
-from tests.wire.logs import (
-    LENGTH,
-    MOVEMENT,
-    entries,
-    of_position,
-    of_velocity,
-    same,
-    start,
-)
+from tests.wire.logs import LENGTH, MOVEMENT, entries, of_position, of_velocity, same, start
 
 
 def test_golden_bytes():
