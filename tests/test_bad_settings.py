@@ -207,12 +207,12 @@ GIVEN = {
     ],
     objective: [
         (("logistic",), "needs 2 classes, the data has 3"),
-        ({"num_features": 0}, "at least 1 feature, got 0"),
-        ({"num_classes": 1}, "at least 2 classes, got 1"),
-        ({"l2": -0.5}, "l2 -0.5"),
-        ({"l2": float("nan")}, "l2 nan"),
-        ({"scaling": "median"}, "scaling 'median' is not one of mean, sum"),
-        ({"seed": -1}, "seed -1"),
+        ({"num_features": 0}, "features is 0; it must be at least 1"),
+        ({"num_classes": 1}, "classes is 1; it must be at least 2"),
+        ({"l2": -0.5}, "l2 is -0.5"),
+        ({"l2": float("nan")}, "l2 is nan"),
+        ({"scaling": "median"}, "unknown scaling 'median'; choose from mean, sum"),
+        ({"seed": -1}, "seed is -1"),
     ],
     make_metrics: [
         (([3],), "metric is a int"),
@@ -224,8 +224,8 @@ GIVEN = {
         (("cnn",), "module is a str, not a torch.nn.Module"),
         ((nn.ReLU(),), "ReLU has 0 parameters that require a gradient"),
         ((of_what_was_computed(),), "Linear cannot be copied"),
-        ({"module": LINEAR, "l2": -1}, "l2 -1 is not a finite number of at least 0"),
-        ({"module": LINEAR, "scaling": "max"}, "scaling 'max' is not one of mean, sum"),
+        ({"module": LINEAR, "l2": -1}, "l2 is -1; it must be finite and at least 0"),
+        ({"module": LINEAR, "scaling": "max"}, "unknown scaling 'max'; choose from mean, sum"),
         ({"module": LINEAR, "input_shape": ()}, "is not a tuple of integers above 0"),
         ({"module": LINEAR, "input_shape": (1, 0)}, "is not a tuple of integers above 0"),
         (
@@ -237,7 +237,10 @@ GIVEN = {
         ((of_complex_numbers(),), "parameter 'phase' is complex64"),
         ((of_twins(),), "'0.weight' and '1.weight' share their memory"),
         ((nn.LazyLinear(3),), "'weight' has no values yet"),
-        ({"module": LINEAR, "statistics": "mean"}, "'mean' is not one of average, local, frozen"),
+        (
+            {"module": LINEAR, "statistics": "mean"},
+            "unknown statistics 'mean'; choose from average",
+        ),
     ],
     make_module: [
         (("cnn", images(63), 0), "samples of shape (63,) are no images"),

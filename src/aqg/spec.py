@@ -134,7 +134,6 @@ class Code:
 
     @staticmethod
     def required(setting: str, text: str) -> Code:
-        """Read the same, or raise."""
         code = Code.parse(text)
         if code is None:
             raise ConfigError(f"{setting} is {text!r}; it must be FILE.py:FUNCTION")

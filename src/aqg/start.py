@@ -25,9 +25,9 @@ from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, WireError
 from aqg.protocol.digests import DIGEST_BYTES, start_digest
 from aqg.wire import sections
+from aqg.wire.entry import decode_vector, encode_vector
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes
 from aqg.wire.varint import Reader, seal, write_part, write_varint
-from aqg.wire.vectors import decode_vector, encode_vector
 
 WAYS = ("seed", "digest", "rounded", "exact")
 ROUNDED_BITS = 8

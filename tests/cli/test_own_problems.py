@@ -259,7 +259,7 @@ REFUSED = {
     "run --dataset numbers.npz": "are not classes, so there is no model by default",
     "run --dataset numbers.npz --model softmax": "'softmax' needs one class per",
     "run --dataset plain.npz --partition natural": "a file with an array 'client'",
-    "run --model resnet8:norm=layer": "'resnet8' is 'layer'; choose from group",
+    "run --model resnet8:norm=layer": "'resnet8' 'layer'; choose from group",
     "run --model model.py:no_module": "returned int, not a torch.nn.Module",
     "run --model model.py:make": "train on minibatches",
     f"run --dataset row.npz --model model.py:pairs {LOCALLY}": "fails on 8 samples of",

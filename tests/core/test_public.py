@@ -53,7 +53,7 @@ from aqg.errors import MessageError, WireError
 from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire import entry as wire
-from aqg.wire.vectors import decode_vector, encode_vector
+from aqg.wire.entry import decode_vector, encode_vector
 
 from tests.problems import tiny_problem
 from tests.wire.logs import (

@@ -440,8 +440,8 @@ def test_shards_hold_few_labels_and_near_equal_sizes(num_clients, shards_per_cli
     ("spec", "num_clients", "seed", "message"),
     [
         ("iid", 61, 0, "cannot split 60 samples of 'made' among 61 clients"),
-        ("iid", 0, 0, "number of clients is 0, at least 1"),
-        ("iid", 6, -1, "seed is -1, at least 0"),
+        ("iid", 0, 0, "clients is 0; it must be at least 1"),
+        ("iid", 6, -1, "seed is -1; it must be at least 0"),
         ("label", 2, 0, "needs at least 3 clients for the 3 labels of 'made', got 2"),
         ("label", 59, 0, "label 2 of 'made' has 18 samples, too few for the 19 of 59"),
         ("source", 4, 0, "4 clients cannot share the 3 sources of 'made' evenly; use a multiple"),

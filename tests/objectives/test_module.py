@@ -339,7 +339,7 @@ def test_bad_arguments_are_named():
     objective = cnn_objective()
     params = objective.init_params(0)
     features, labels = make_samples(NUM_PIXELS)
-    with pytest.raises(ConfigError, match="seed -1 is not"):
+    with pytest.raises(ConfigError, match="seed is -1"):
         objective.init_params(-1)
     for arguments, message in (
         ((params[:3], features, labels), r"parameters have shape \(3,\); module needs"),

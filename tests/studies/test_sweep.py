@@ -14,7 +14,7 @@ from aqg.errors import AqgError, ConfigError, DataError
 from aqg.runs.config import resolve
 from aqg.runs.directory import CHECKPOINT, CONFIG, ROUNDS, SUMMARY, read_summary, read_toml
 from aqg.runs.executor import Done, Failed, Processes, Reported, Started, carry_out, run_tasks
-from aqg.runs.plan import Batch, prepare, train, unfinished
+from aqg.runs.plan import Batch, prepare, train
 from aqg.spec import Code, file_digest, load_file
 from aqg.studies.sweep import (
     GRID,
@@ -50,7 +50,7 @@ def workers():
 
 
 def go_on(workers, directory):
-    """Do what is unfinished; return the events, and what failed."""
+    """Do what is not finished; return the events, and what failed."""
     sweep = open_sweep(directory)
     batch = Batch(sweep.runs, directory)
     events = []
@@ -105,7 +105,7 @@ def test_names_stay_unique_and_short(tmp_path):
 def test_every_run_equals_a_run_of_its_own_with_one_thread(finished, tmp_path, workers):
     sweep = open_sweep(finished)
     assert len(sweep.runs) == 8
-    assert unfinished(sweep.runs, finished) == []
+    assert Batch(sweep.runs, finished).left == []
     for run in sweep.runs[::3]:
         directory = finished / run.name
         assert {path.name for path in directory.iterdir()} == FILES
@@ -174,7 +174,7 @@ def test_another_grid_is_refused(finished, tmp_path):
     shutil.copytree(finished, edited)
     (edited / GRID).write_text(TEXT.replace("rounds = 12", "rounds = 15"))
     with pytest.raises(ConfigError, match=r"with rounds 15: the run has rounds 12"):
-        unfinished(open_sweep(edited).runs, edited)
+        Batch(open_sweep(edited).runs, edited)
 
 
 def test_a_run_that_cannot_start_stops_all_before_the_first(workers):

@@ -31,12 +31,7 @@ from aqg.wire.varint import MAX_BYTES, Reader, write_varint
 from aqg.wire.varint import seal as sealed
 
 from tests.wire.golden.make import content_crc32, golden_known, golden_messages
-from tests.wire.samples import (
-    field_message,
-    laplace_upload,
-    measured_entropy,
-    messages,
-)
+from tests.wire.samples import field_message, laplace_upload, measured_entropy, messages
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "frames.json").read_text())

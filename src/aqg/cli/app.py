@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -21,7 +20,7 @@ from rich.text import Text
 from aqg import __version__
 from aqg.cli import studies
 from aqg.cli.display import measured, metric_title, progress_bars, say
-from aqg.cli.options import DemoOptions, TheoryOptions, takes
+from aqg.cli.options import DemoOptions, ReportOptions, TheoryOptions, takes
 from aqg.cli.run import run_command
 from aqg.core.recipe import widest_weights
 from aqg.core.recipes import RECIPES, make_recipe
@@ -120,19 +119,8 @@ app.command()(takes("problem", "dataset", "model")(studies.compare))
 
 
 @app.command()
-def report(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Runs, comparisons or sweeps; any number, mixed."),
-    ],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
-    png: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write the plots here, as PNG.")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write summary.csv and curves.csv here.")
-    ] = None,
-) -> None:
+@takes()
+def report(options: ReportOptions) -> None:
     """Make one HTML file to look at runs with: it needs no network and opens from disk.
 
     Runs that differ only in the seed are shown as one curve with a band. Unfinished runs are shown
@@ -143,7 +131,8 @@ def report(
     begun = time.perf_counter()
     console = Console()
     with console.status("Reading runs ..."):
-        files, num_runs = write_report(directories, out, png, csv)
+        given = options.directories, options.out, options.png, options.csv
+        files, num_runs = write_report(*given)
     seconds = time.perf_counter() - begun
     for path in files:
         say(console, f"{path} ({format_bytes(path.stat().st_size)})")

@@ -110,8 +110,6 @@ def result_table(results: Sequence[Row], width: int | None = None, *left_out: st
 
 
 class Shown(NamedTuple):
-    """What a table shows of runs."""
-
     title: str
     value: Callable[[Row], float | None]
     write: Callable[[float], str]
@@ -175,7 +173,6 @@ def measured(rows: Iterable[Row]) -> list[Metric]:
 
 
 def metric_title(metric: Metric) -> str:
-    """Return the heading of a metric's column."""
     return "test acc" if metric.name == "accuracy" else f"test {metric.name.replace('_', ' ')}"
 
 

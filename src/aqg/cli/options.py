@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -36,6 +36,14 @@ class DataOptions(Given):
 class StudyOptions(DataOptions):
     jobs: int | None = setting(None, "Runs at a time; one per core by default.", bound=FROM_1)
     cluster: str | None = setting(None, "Run on the Ray cluster there.", metavar="ADDRESS")
+
+    def refuse(self, reason: str, *names: str) -> None:
+        """Refuse options that were given and have no place beside another."""
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                row = table(type(self))[name]
+                shown = name if row.group == ARGUMENT else row.key or f"--{name}"
+                raise ConfigError(f"{reason} {shown}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,15 @@ class TheoryOptions(ConfigOptions):
         ARGUMENT, metavar="[RUNDIR]")
     rounds: int | None = setting(None,
         "Follow a run for this many rounds at most.", bound=FROM_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Given):
+    directories: list[Path] = setting(...,
+        "Runs, comparisons or sweeps; any number, mixed.", ARGUMENT, metavar="DIR...")
+    out: Path = setting(Path("report.html"), "The HTML file to write.")
+    png: Path | None = setting(None, "Also write the plots here, as PNG.", metavar="DIR")
+    csv: Path | None = setting(None, "Also write summary.csv and curves.csv here.", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +168,6 @@ class CompareOptions(Options, StudyOptions):
     tuned: Path | None = setting(None,
         "Settings that a search found; by default those of the package.")
 
-    def refuse(self, reason: str, *names: str) -> None:
-        """Refuse options that were given and have no place beside another."""
-        for name in names:
-            if getattr(self, name) not in (None, False):
-                raise ConfigError(f"{reason} {name if name == 'recipes' else f'--{name}'}")
-
 
 # fmt: on
 Result = TypeVar("Result")
@@ -169,7 +180,7 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
         kind: Any = get_type_hints(run)["options"]
         rows, hints, flag_hints = table(RunSettings), types(kind), types(RunSettings)
         parameters = [
-            _parameter(each.name, table(kind)[each.name], hints[each.name], each.default)
+            _parameter(each.name, table(kind)[each.name], hints[each.name], _default(each))
             for each in fields(kind)
             if each.name in table(kind)
         ]
@@ -190,6 +201,10 @@ def takes(*settings: str) -> Callable[[Callable[[Any], Result]], Callable[..., R
         return command
 
     return decorate
+
+
+def _default(option: Field[Any]) -> Any:
+    return ... if option.default is MISSING else option.default
 
 
 def _parameter(name: str, row: Setting, hint: Any, default: Any = None) -> inspect.Parameter:

@@ -239,8 +239,7 @@ def compare(options: CompareOptions) -> int:
     how = seeds, options.search, options.quick, options.downlink or AUTO
     comparison = contest.Comparison(tasks, parse_recipes(options.recipes), *how)
     with output_directory(options.out, "compare") as directory:
-        create = partial(comparison.write, directory, is_new=True)
-        return _compare(console, options, comparison, comparison, directory, lines, create)
+        return _compare(console, options, comparison, comparison, directory, lines)
 
 
 def _own_tasks(
@@ -275,13 +274,11 @@ def _go_on(
     comparison = before.extended((*named, *own), recipes, options.seeds)
     part = comparison.narrowed((*named, *own), recipes)
     settings = named_settings(options.assignments, options.flags)
-    where = repr(str(directory / contest.PLAN))
-    contest_tasks.check_code_and_files(
-        part.tasks, settings, allowed=options.allow_code, where=where
-    )
+    how: Any = {"allowed": options.allow_code, "where": repr(str(directory / contest.PLAN))}
+    contest_tasks.check_code_and_files(part.tasks, settings, **how)
     kept, lines = contest_tasks.available(part.tasks, options.data_dir)
-    part, create = part.narrowed(kept, ()), partial(comparison.write, directory)
-    return _compare(console, options, comparison, part, directory, lines, create, again)
+    part = part.narrowed(kept, ())
+    return _compare(console, options, comparison, part, directory, lines, again)
 
 
 def _compare(
@@ -291,13 +288,13 @@ def _compare(
     part: contest.Comparison,
     directory: Path,
     lines: Sequence[str],
-    create: Callable[[], None],
     forgotten: Sequence[str] = (),
 ) -> int:
     """Run a part of a comparison, without what some recipes did on its tasks before."""
     for line in lines:
         say(console, line)
     tuned = read_tuned(options.tuned)
+    create = partial(comparison.write, directory, is_new=options.resume is None)
     with _lock(directory):
         if forgotten:
             count = contest.forget(directory, forgotten, part.tasks)
@@ -353,10 +350,7 @@ def reproduce(options: ReproduceOptions) -> int:
     """
     console = Console()
     if options.saved is not None:
-        if options.quick or options.out or options.only or options.missing:
-            raise ConfigError(
-                "--from runs nothing: it goes with none of --quick, --out, --only, --missing-from"
-            )
+        options.refuse("--from runs nothing: it excludes", "quick", "out", "only", "missing")
         show_results(console, outcomes.read_results(options.saved))
         return 0
     scale, name = (QUICK, "reproduce-quick") if options.quick else (FULL, "reproduce")

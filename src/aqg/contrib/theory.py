@@ -1,15 +1,8 @@
-r"""The paper's convergence theory as running checks, for ``f = Σ_m w_m f_m``.
+"""The paper's convergence theory as running checks, for ``f = Σ_m w_m f_m``.
 
-The server's step is ``θ ← θ - α Σ_m w_m ref_m``, a sum, so the function that theory is about is
-the *sum* of the clients' losses. Losses that the simulator reports are its mean, ``f/M``;
-everything here that is called ``L``, ``μ`` or ``V`` belongs to the sum. The Lyapunov function is
-
-    V^k = f(θ^k) - f* + Σ_{d=1..D} β_d ‖θ^{k+1-d} - θ^{k-d}‖²   with β_d = (1/α) Σ_{j≥d} ξ_j,
-
-where steps before the first round count as zero. ``docs/explanation/theory.md`` derives what the
-functions return: ``L`` and ``μ``, the region ``S + αL/2 < 1/6`` of Lemma 1, ``S = Σ_d ξ_d``, the
-wider one ``S + αL ≤ 1`` of rules that keep the server's error within their tolerance, and how the
-first rounds differ where missing steps count as the mean of the others. `advise` applies all to one
+``docs/explanation/theory.md`` derives what the functions return. Losses that the simulator reports
+are the mean over the clients, and the theory is about their *sum*: everything here that is called
+``L``, ``μ`` or ``V`` (the Lyapunov function) belongs to the sum. `advise` applies all to one
 config, and `sentences` says it in words that can be acted on.
 """
 
@@ -26,7 +19,7 @@ from aqg.core.recipe import widest_weights
 from aqg.core.recipes import make_recipe
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, require
-from aqg.objectives.closed_form import Logistic, Softmax
+from aqg.objectives.base import Logistic, Softmax
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import finite_or_none
 from aqg.sim.problem import Problem
@@ -157,11 +150,7 @@ def largest_step_size_within_tolerance(weight_sum: float, smoothness: float) -> 
 
 
 def early_weight_sum(weights: Sequence[float]) -> float:
-    """Return ``S_1``: what the first step counts for where missing steps are filled by the mean.
-
-    >>> round(early_weight_sum((0.1,) * 10), 3)
-    2.929
-    """
+    """Return ``S_1``: what the first step counts for where missing steps are filled by the mean."""
     values = np.asarray(weights, np.float64)
     known = np.cumsum(values)
     return float(known[-1] * np.sum(values[known > 0] / known[known > 0]))
@@ -230,7 +219,7 @@ def check_positive(alpha: float, smoothness: float = 1.0) -> None:
 
 
 class LyapunovTrace(NamedTuple):
-    """``V^k`` for ``k = 1, 2, …``, of the sum over clients."""
+    """``V^k`` for ``k = 1, 2, …``; steps before the first round count as zero."""
 
     values: Float64Array
 
@@ -296,8 +285,6 @@ def watch_run(
 
 
 class Landscape(NamedTuple):
-    """The shape of a problem's loss."""
-
     constants: Constants | None  # None where the loss is not convex
     start: Curvature  # at the model that a run starts from; then with its smallest value, too
 

@@ -12,6 +12,8 @@ FloatArray = NDArray[np.floating[Any]]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+ByteArray = NDArray[np.uint8]
+Int8Array = NDArray[np.int8]
 Levels = NDArray[np.unsignedinteger[Any]]
 """Quantization levels: uint8 up to 8 bits, uint16 above."""
 

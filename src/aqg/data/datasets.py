@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import IntArray
 from aqg.errors import DataError
 from aqg.settings import require_choice
 
@@ -152,9 +153,9 @@ class Dataset:
     test_features: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
     test_labels: NDArray[Any] | None = None  # ``(N', ...)``, or None where there is no test set
     # ``(N,)``, int64: which of several original sets a sample is from, or None
-    sources: NDArray[np.int64] | None = None
+    sources: IntArray | None = None
     # ``(N,)``, int64 in ``0..M-1``: which client a sample belongs to, or None
-    clients: NDArray[np.int64] | None = None
+    clients: IntArray | None = None
     client_names: tuple[str, ...] = ()  # what the data call the ``M`` clients
 
     def __post_init__(self) -> None:
@@ -259,7 +260,7 @@ def load_mnist(data_dir: Path | None = None) -> Dataset:
     def images(content: bytes) -> NDArray[np.floating]:
         return np.frombuffer(content, np.uint8, offset=16).reshape(-1, 784) / np.float32(255)
 
-    def labels(content: bytes) -> NDArray[np.int64]:
+    def labels(content: bytes) -> IntArray:
         return np.frombuffer(content, np.uint8, offset=8).astype(np.int64)
 
     return Dataset("mnist", images(x), labels(y), 10, images(x_test), labels(y_test))
@@ -313,10 +314,7 @@ DATASETS: dict[str, tuple[str, Callable[[Path | None], Dataset]]] = {
         "1797 images of 8×8 pixels, 10 digits; comes with scikit-learn, no download",
         lambda _: load_digits(),
     ),
-    "mnist": (
-        "70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors",
-        load_mnist,
-    ),
+    "mnist": ("70000 images of 28×28 pixels, 10 digits; 11 MB from the usual mirrors", load_mnist),
     "heterogeneous": (
         "2314 samples of 34 features, 2 classes: Adult, Ionosphere and Derm, the paper's three "
         "sets; 2 MB from the LAG repository on GitHub",
@@ -331,7 +329,6 @@ def is_dataset_file(name: str) -> bool:
 
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """Load a dataset by name, or from a file whose name ends in ``.npz``."""
     if is_dataset_file(name):
         return read_dataset(Path(name).expanduser())
     require_choice("dataset", name, DATASETS, "or FILE.npz")
@@ -428,7 +425,7 @@ def _are_classes(labels: NDArray[Any]) -> bool:
     return is_whole and len(labels) > 0 and labels.min() >= 0 and labels.max() < _MAX_CLASSES
 
 
-def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def _clients(path: Path, arrays: Arrays) -> tuple[tuple[str, ...], IntArray | None]:
     ids = arrays.get("client")
     if ids is None:
         return (), None

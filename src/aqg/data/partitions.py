@@ -10,10 +10,11 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from aqg.core.types import IntArray
 from aqg.data.datasets import Dataset
-from aqg.errors import ConfigError, DataError
+from aqg.errors import DataError, require
+from aqg.settings import Bound
 from aqg.spec import make_named
 
 MAX_CONCENTRATION = 1e9
@@ -21,7 +22,7 @@ MAX_CONCENTRATION = 1e9
 _SEED_STREAM = 0x70617274  # keeps these draws apart from others made with the same seed
 _MAX_DRAWS = 100
 
-Parts: TypeAlias = Sequence[NDArray[np.int64]]
+Parts: TypeAlias = Sequence[IntArray]
 Split: TypeAlias = Callable[[Dataset, int, np.random.Generator], Parts]
 
 
@@ -32,12 +33,10 @@ class Partition:
     spec: str
     _split: Split = field(compare=False, repr=False)
 
-    def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
+    def split(self, dataset: Dataset, num_clients: int, seed: int) -> tuple[IntArray, ...]:
         """Return the sorted sample indices of each of ``num_clients`` clients."""
-        if num_clients < 1:
-            raise ConfigError(f"number of clients is {num_clients}, at least 1 is needed")
-        if seed < 0:
-            raise ConfigError(f"seed is {seed}, at least 0 is needed")
+        require(num_clients >= 1, "clients", num_clients, "at least 1")
+        require(seed >= 0, "seed", seed, "at least 0")
         if num_clients > len(dataset):
             raise DataError(
                 f"cannot split {len(dataset)} samples of {dataset.name!r} "
@@ -49,7 +48,6 @@ class Partition:
 
 
 def _iid(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
-    """Cut a random permutation of the samples into parts whose sizes differ by at most one."""
     return np.array_split(generator.permutation(len(dataset)), num_clients)
 
 
@@ -66,7 +64,7 @@ def _label(dataset: Dataset, num_clients: int, _: np.random.Generator) -> Parts:
             f"one label per client needs at least {num_classes} clients for the "
             f"{num_classes} labels of {dataset.name!r}, got {num_clients}"
         )
-    parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * num_clients
+    parts: list[IntArray] = [np.empty(0, np.int64)] * num_clients
     for label in range(num_classes):
         samples = np.flatnonzero(dataset.labels == label)
         num_holders = len(range(label, num_clients, num_classes))
@@ -138,11 +136,8 @@ def _dirichlet(concentration: float) -> Split:
     Shares are drawn anew, up to 100 times, until every client has a sample. If one still has none,
     it gets a sample of the client that holds most, from that client's most frequent label.
     """
-    if not 0 < concentration <= MAX_CONCENTRATION:
-        raise ConfigError(
-            f"partition is 'dirichlet:{concentration}'; the number must be above 0 and at most "
-            f"{MAX_CONCENTRATION:g}"
-        )
+    bound = Bound(0, MAX_CONCENTRATION, open_low=True)
+    require(concentration in bound, "the number in dirichlet:A", concentration, str(bound))
 
     def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
         _require_classes(dataset, f"dirichlet:{concentration}")
@@ -165,7 +160,7 @@ def _dirichlet(concentration: float) -> Split:
     return split
 
 
-def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
+def _feed_empty_clients(counts: IntArray) -> None:
     totals = counts.sum(axis=0)
     for client in np.flatnonzero(totals == 0):
         giver = totals.argmax()
@@ -178,10 +173,7 @@ def _feed_empty_clients(counts: NDArray[np.int64]) -> None:
 
 def _shards(shards_per_client: int) -> Split:
     """Cut samples sorted by label into ``M·K`` near-equal shards, and deal ``K`` to each client."""
-    if shards_per_client < 1:
-        raise ConfigError(
-            f"partition is 'shards:{shards_per_client}'; the number must be at least 1"
-        )
+    require(shards_per_client >= 1, "the number in shards:K", shards_per_client, "at least 1")
 
     def split(dataset: Dataset, num_clients: int, generator: np.random.Generator) -> Parts:
         _require_classes(dataset, f"shards:{shards_per_client}")
@@ -221,9 +213,7 @@ def parse_partition(spec: str) -> Partition:
     return Partition(spec, make_named("partition", spec, PARTITIONS))
 
 
-def partition_table(
-    dataset: Dataset, parts: Sequence[NDArray[np.int64]]
-) -> list[dict[str, int | str]]:
+def partition_table(dataset: Dataset, parts: Sequence[IntArray]) -> list[dict[str, int | str]]:
     """Return one row per client: its samples in all, of each label and of each source."""
     columns = {"label": (dataset.labels, dataset.num_classes)}
     if dataset.sources is not None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aqg.errors import ConfigError
+from aqg.errors import ConfigError, require
 from aqg.models import DataShape
+from aqg.settings import BELOW_1, require_choice
 
 _MAX_CHANNELS = 4
 """An axis this short, first or last, is taken as the colors of an image."""
@@ -71,8 +72,7 @@ def make_cnn(shape: DataShape, width: int = 8) -> nn.Module:
 
 def make_resnet8(shape: DataShape, norm: str = "group", width: int = 16) -> nn.Module:
     _require_at_least("resnet8", width=width)
-    if norm not in ("group", "batch"):
-        raise ConfigError(f"norm of model 'resnet8' is {norm!r}; choose from group, batch")
+    require_choice("norm of model 'resnet8'", norm, ("group", "batch"))
     images = Images(shape.input_shape)
     layers: list[tuple[str, nn.Module]] = [
         ("images", images),
@@ -180,15 +180,13 @@ def make_transformer(
         raise ConfigError(
             f"width of model 'transformer' is {width}, not a multiple of its {heads} heads"
         )
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout of model 'transformer' is {dropout}; it must be in [0, 1)")
+    require(dropout in BELOW_1, "dropout of model 'transformer'", dropout, str(BELOW_1))
     return Transformer(shape.num_tokens, shape.input_shape[0], width, layers, heads, dropout)
 
 
 def _require_at_least(model: str, **counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} of model {model!r} is {count}; it must be at least 1")
+        require(count >= 1, f"{name} of model {model!r}", count, "at least 1")
 
 
 def _head(model: str, width: int, shape: DataShape) -> list[tuple[str, nn.Module]]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from aqg.core.types import Float64Array, FloatArray, IntArray, to_numpy
 from aqg.errors import ConfigError
+from aqg.settings import require_choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -138,8 +139,7 @@ class ModelLayout:
         exclude: str | Sequence[str] | None,
         policy: str,
     ) -> Self:
-        if policy not in POLICIES:
-            raise ConfigError(f"statistics {policy!r} is not one of {', '.join(POLICIES)}")
+        require_choice("statistics", policy, POLICIES)
         names = [name for name, _, _ in trainable]
         wanted = _patterns("include", include, names) or ("*",)
         known = names + [name for name, _, _ in buffers]

@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.overrides import TorchFunctionMode
 
-from aqg.errors import ConfigError, DataError
+from aqg.core.types import Float64Array
+from aqg.errors import ConfigError, DataError, require
 from aqg.objectives.base import Array, Objective, Scaling, check_loss_settings
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.objectives.metrics import main_output
@@ -103,9 +103,8 @@ class ModuleObjective(Objective):
         self._draws_nothing = False
         self._is_repeatable = False
 
-    def init_params(self, seed: int) -> NDArray[np.float64]:
-        if seed < 0:
-            raise ConfigError(f"seed {seed} is not an integer of at least 0")
+    def init_params(self, seed: int) -> Float64Array:
+        require(seed >= 0, "seed", seed, "at least 0")
         module = self.module
         if self._reset:
             module = copy.deepcopy(module)
@@ -120,7 +119,6 @@ class ModuleObjective(Objective):
         return self.model_layout.read_buffers(self.module)
 
     def with_module(self, module: nn.Module) -> ModuleObjective:
-        """Return the same objective with another module of the same layout to start from."""
         self.model_layout.check(module)
         evaluated = _for_evaluation(module)
         return self._with(module=module, _evaluated=evaluated, _constants={}, _reset=False)

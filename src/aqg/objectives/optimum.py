@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import optimize
 
+from aqg.core.types import Float64Array
 from aqg.data.datasets import chosen_directory, write_whole
 from aqg.errors import ConfigError, DataError
-from aqg.objectives.base import Array, Objective
-from aqg.objectives.closed_form import ClosedForm
+from aqg.objectives.base import Array, ClosedForm, Objective
 
 TOLERANCE = 1e-12
 CACHE_VARIABLE = "AQG_CACHE_DIR"
@@ -70,7 +69,7 @@ def find_optimum(
     best_params = np.zeros(objective.num_params)
     num_passes, first_bound = 0, math.inf
 
-    def evaluate(params: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    def evaluate(params: Float64Array) -> tuple[float, Float64Array]:
         nonlocal best, best_params, first_bound, num_passes
         num_passes += 1
         value, gradient = objective.weighted_losses_and_gradients(params, features, labels, weights)

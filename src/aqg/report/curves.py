@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, IntArray
 from aqg.objectives.metrics import Metric, named_metric
 from aqg.report.runs import Run
 from aqg.runs.cost import BYTES
 from aqg.runs.directory import finite_or_none
 from aqg.runs.table import records_to_csv, write_csv
 from aqg.sim.record import DROPPED
-
-Floats = NDArray[np.float64]
 
 AXES = ("rounds", "uploads", "total_bytes", "upload_bytes")
 SECONDS = "simulated_seconds"
@@ -34,8 +33,8 @@ class Points:
     ``ended`` says that the run is complete: whatever more is spent, ``y`` stays where it is.
     """
 
-    x: Floats
-    y: Floats
+    x: Float64Array
+    y: Float64Array
     ended: bool = True
 
 
@@ -43,10 +42,10 @@ class Points:
 class Band:
     """A group's curve."""
 
-    x: Floats
-    median: Floats
-    low: Floats
-    high: Floats
+    x: Float64Array
+    median: Float64Array
+    low: Float64Array
+    high: Float64Array
 
 
 def run_points(run: Run, axis: str, metric: str) -> Points:
@@ -67,7 +66,7 @@ def run_points(run: Run, axis: str, metric: str) -> Points:
     return Points(costs[known], values[known], ended=run.summary is not None)
 
 
-def _metric(run: Run, metric: str) -> Floats:
+def _metric(run: Run, metric: str) -> Float64Array:
     summary = run.summary or {}
     if metric not in LOSSES:
         values = run.metrics.get(metric, np.full(len(run.rounds), np.nan))
@@ -132,7 +131,7 @@ def thin(band: Band, limit: int) -> Band:
     return Band(band.x[kept], band.median[kept], low, high)
 
 
-def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
+def thin_indices(x: Float64Array, y: Float64Array, limit: int) -> NDArray[np.intp]:
     """Return which points of a curve to keep; see `thin`."""
     if len(x) <= limit:
         return np.arange(len(x))
@@ -150,18 +149,15 @@ def thin_indices(x: Floats, y: Floats, limit: int) -> NDArray[np.intp]:
     return np.array(sorted(kept), np.intp)
 
 
-Counts = NDArray[np.int64]
-
-
 class WidthHistogram(NamedTuple):
     """Uploads by width over time: counts are widths × bins.
 
     Bin ``i`` has the rounds from index ``edges[i]`` up to, not including, ``edges[i + 1]``.
     """
 
-    edges: Counts
+    edges: IntArray
     widths: tuple[int, ...]
-    counts: Counts
+    counts: IntArray
 
 
 class Activity(NamedTuple):
@@ -170,14 +166,14 @@ class Activity(NamedTuple):
     Row ``i`` has the clients from ``clients[i]`` up to ``clients[i + 1]``.
     """
 
-    edges: Counts
-    clients: Counts
-    uploads: Counts
-    bits: Counts  # the sum of the widths
-    away: Counts  # how many times they had dropped out
+    edges: IntArray
+    clients: IntArray
+    uploads: IntArray
+    bits: IntArray  # the sum of the widths
+    away: IntArray  # how many times they had dropped out
 
 
-def bin_edges(length: int, max_bins: int) -> Counts:
+def bin_edges(length: int, max_bins: int) -> IntArray:
     """Cut ``length`` things into at most ``max_bins`` bins of nearly equal, whole size."""
     num_bins = min(length, max_bins)
     if num_bins == 0:
@@ -212,7 +208,7 @@ def watch_clients(widths: NDArray[np.int16], max_bins: int, max_rows: int) -> Ac
     edges = bin_edges(num_rounds, max_bins)
     client_edges = bin_edges(num_clients, max_rows)
 
-    def total(values: NDArray[np.int64]) -> Counts:
+    def total(values: IntArray) -> IntArray:
         if values.size == 0:
             return np.zeros((len(client_edges) - 1, len(edges) - 1), np.int64)
         per_bin = np.add.reduceat(values, edges[:-1], axis=0)
@@ -315,7 +311,6 @@ def test_title(name: str) -> str:
 
 
 def _column(name: str, taken: Iterable[str]) -> str:
-    """Return the heading of a metric: its name, unless another column has it."""
     return f"test_{name}" if name in taken else name
 
 

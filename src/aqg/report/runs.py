@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import RunError
 from aqg.runs import directory as stored
 from aqg.runs.cost import BYTES, DOWNLOADS, UPLOADS
@@ -41,29 +42,29 @@ class Run:
 
     name: str  # tells the directory from the others in a report
     config: Mapping[str, Any]
-    rounds: NDArray[np.int64]
-    losses: NDArray[np.float64]  # at the model broadcast in the round
-    metrics: Mapping[str, NDArray[np.float64]]  # of that model on the test set
-    upload_bytes: NDArray[np.int64]
-    download_bytes: NDArray[np.int64]
+    rounds: IntArray
+    losses: Float64Array  # at the model broadcast in the round
+    metrics: Mapping[str, Float64Array]  # of that model on the test set
+    upload_bytes: IntArray
+    download_bytes: IntArray
     widths: NDArray[np.int16]  # rounds × clients; 0 for a skip, `DROPPED` for a dropout
     faults: tuple[Fault, ...] = ()
-    extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # all other numbers
+    extras: Mapping[str, Float64Array] = field(default_factory=dict)  # all other numbers
     summary: Mapping[str, Any] | None = None  # while the run is not finished
     minimum: float | None = None
-    client_upload_bytes: NDArray[np.int64] | None = None  # of each client, in all rounds
-    client_download_bytes: NDArray[np.int64] | None = None
+    client_upload_bytes: IntArray | None = None  # of each client, in all rounds
+    client_download_bytes: IntArray | None = None
 
     @property
-    def uploads(self) -> NDArray[np.int64]:
+    def uploads(self) -> IntArray:
         return (self.widths > 0).sum(axis=1)
 
     @property
-    def bits(self) -> NDArray[np.int64]:
+    def bits(self) -> IntArray:
         return np.maximum(self.widths, 0).sum(axis=1, dtype=np.int64)
 
     @property
-    def total_bytes(self) -> NDArray[np.int64]:
+    def total_bytes(self) -> IntArray:
         return self.upload_bytes + self.download_bytes
 
     @property
@@ -198,7 +199,7 @@ def readable(config: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
+def _numbers(values: Iterable[Any]) -> Float64Array:
     array = np.array([np.nan if value is None else value for value in values], np.float64)
     array[np.isinf(array)] = np.nan
     return array
@@ -214,14 +215,14 @@ def _widths(rows: Sequence[Sequence[int]]) -> NDArray[np.int16]:
 
 def _metrics(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
-) -> dict[str, NDArray[np.float64]]:
+) -> dict[str, Float64Array]:
     names = dict.fromkeys(name for row in (*rows, summary or {}) for name in read_metrics(row))
     return {name: _numbers(row.get(f"{METRIC_PREFIX}{name}") for row in rows) for name in names}
 
 
 def _client_bytes(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, key: str, num_clients: int
-) -> NDArray[np.int64] | None:
+) -> IntArray | None:
     """Return the totals that the summary holds or, of a deployment, those of its rounds."""
     found = (summary or {}).get(key)
     if found is None and rows and all(key in row for row in rows):
@@ -229,7 +230,7 @@ def _client_bytes(
     return np.array(found, np.int64) if found is not None and len(found) == num_clients else None
 
 
-def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.float64]]:
+def _extras(rows: Sequence[Mapping[str, Any]]) -> dict[str, Float64Array]:
     others = [
         {k: value for k, value in row.items() if isinstance(value, int | float)} for row in rows
     ]

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aqg
+from aqg.core.types import Float64Array, IntArray
 from aqg.errors import RunError
 from aqg.report import curves
 from aqg.report import runs as grouping
@@ -85,7 +86,7 @@ def make_document(comparison: Comparison, studies: Sequence[Panel] = ()) -> dict
 
 def _telling_extras(runs: Sequence[Run]) -> list[str]:
     """Return the extra numbers that are not zero throughout, those that change first."""
-    known: dict[str, NDArray[np.float64]] = {}
+    known: dict[str, Float64Array] = {}
     for run in runs:
         for name, values in _finite(run).items():
             known[name] = np.append(known.get(name, ()), values)
@@ -93,7 +94,7 @@ def _telling_extras(runs: Sequence[Run]) -> list[str]:
     return sorted(names, key=lambda name: bool((known[name] == known[name][0]).all()))
 
 
-def _finite(run: Run) -> dict[str, NDArray[np.float64]]:
+def _finite(run: Run) -> dict[str, Float64Array]:
     return {name: values[np.isfinite(values)] for name, values in run.extras.items()}
 
 
@@ -188,15 +189,13 @@ def _run(run: Run, group_index: int, num_runs: int) -> dict[str, Any]:
     }
 
 
-def _per_client(
-    totals: NDArray[np.int64] | None, edges: NDArray[np.int64]
-) -> NDArray[np.float64] | None:
+def _per_client(totals: IntArray | None, edges: IntArray) -> Float64Array | None:
     if totals is None or not len(totals):
         return None
     return np.add.reduceat(totals, edges[:-1]) / np.diff(edges)
 
 
-def _sum_up(values: NDArray[np.float64]) -> dict[str, float]:
+def _sum_up(values: Float64Array) -> dict[str, float]:
     """Sum up counts; of other numbers, return the mean and the largest."""
     if (values == np.rint(values)).all():
         return {"total": float(values.sum())}
@@ -312,7 +311,6 @@ def common(values: Iterable[Any]) -> Any:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as in a sentence."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -160,25 +160,22 @@ class DatasetFacts(NamedTuple):
     """What is set by default for a dataset that has a name; steps are for so many clients."""
 
     num_samples: int
-    settings: dict[str, Any]
+    partition: str
+    model: str
+    clients: int
+    rounds: int
     step_sizes: dict[str, float]  # by scaling, for gradients on all samples
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("partition", "model", "clients", "rounds")}
 
 
 DATASET_FACTS = {
-    "digits": DatasetFacts(
-        1442,
-        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 500},
-        {"mean": 0.1, "sum": 0.0007},
-    ),
-    "mnist": DatasetFacts(
-        60_000,
-        {"partition": "label", "model": "softmax", "clients": 10, "rounds": 4000},
-        {"mean": 0.02, "sum": 3e-6},
-    ),
+    "digits": DatasetFacts(1442, "label", "softmax", 10, 500, {"mean": 0.1, "sum": 0.0007}),
+    "mnist": DatasetFacts(60_000, "label", "softmax", 10, 4000, {"mean": 0.02, "sum": 3e-6}),
     "heterogeneous": DatasetFacts(
-        2314,
-        {"partition": "source", "model": "logistic", "clients": 18, "rounds": 500},
-        {"mean": 0.008, "sum": 0.0015},
+        2314, "source", "logistic", 18, 500, {"mean": 0.008, "sum": 0.0015}
     ),
 }
 OWN = "custom"
@@ -218,7 +215,8 @@ def dataset_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
     else:
         require_choice("dataset", dataset, DATASETS, "or FILE.npz")
-        num_samples, defaults, step_sizes = DATASET_FACTS[dataset]
+        num_samples, *_, step_sizes = known = DATASET_FACTS[dataset]
+        defaults = known.settings
     merged = {"dataset": dataset, **defaults, **settings}
     if is_module(merged["model"]):
         merged = {"l2": 0.0, "dtype": "float32", **merged}
@@ -285,9 +283,6 @@ def resolve(settings: Mapping[str, Any], data_dir: Path | None = None) -> tuple[
 
     Where a function makes the problem, it is called (with ``data_dir``) if a default depends on
     what it makes.
-
-    >>> [config.recipe for config in resolve({"recipe": "lean,gd"})]
-    ['lean', 'gd']
     """
     _check_names(settings)
     settings = {name: located(name, value) for name, value in _all_typed(settings).items()}
@@ -415,7 +410,6 @@ def named_settings(assignments: Iterable[str] | None, flags: Mapping[str, Any]) 
 def refuse_changes(
     directory: Path, before: Mapping[str, Any], after: Mapping[str, Any], what: str, advice: str
 ) -> None:
-    """Refuse to go on with what was begun with other settings."""
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
             raise ConfigError(

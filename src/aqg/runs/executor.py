@@ -56,42 +56,36 @@ simply ended.
 
 
 @dataclass(frozen=True)
-class Started:
-    index: int
+class Event:
+    """What happened to a task, and what it said or what came of it."""
+
+    index: int = -1
+    value: Any = None
+
+
+class Started(Event): ...
+
+
+class Reported(Event): ...
+
+
+class Done(Event): ...
 
 
 @dataclass(frozen=True)
-class Reported:
-    index: int
-    value: Any
+class Failed(Event):
+    """A task raised an `AqgError`, which is the value, or its worker died."""
 
-
-@dataclass(frozen=True)
-class Done:
-    index: int
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A task raised ``error``, or its worker died."""
-
-    index: int
-    error: AqgError
     died: bool = False
 
 
-@dataclass(frozen=True)
-class Stopped:
-    index: int
+class Stopped(Event): ...
 
 
-@dataclass(frozen=True)
-class Stopping:
+class Stopping(Event):
     """Ctrl-C came: no further task is started, and those under way are asked to stop."""
 
 
-Event = Started | Reported | Done | Failed | Stopped | Stopping
 Handle: TypeAlias = Callable[[Event], None]
 
 
@@ -139,7 +133,6 @@ def carry_out(
 
     def receive(event: Event) -> None:
         nonlocal is_starved
-        assert not isinstance(event, Started | Stopping)
         index = event.index
         job, task = under_way[index]
         if isinstance(event, Reported):
@@ -152,12 +145,11 @@ def carry_out(
                 return
         del under_way[index]
         is_starved = False
-        if isinstance(event, Done):
+        if isinstance(event, Failed) and is_stopping:
+            return
+        if isinstance(event, Done | Failed):
             take(job, event.value)
-        elif isinstance(event, Failed) and not is_stopping:
-            take(job, event.error)
-        if not (is_stopping and isinstance(event, Failed)):
-            handle(job, event)
+        handle(job, event)
 
     num_started = 0
     with stop_requests(place.stop):

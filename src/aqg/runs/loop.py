@@ -16,11 +16,9 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from aqg import __version__
-from aqg.core.types import FloatArray
-from aqg.objectives.layout import Buffers
 from aqg.runs.config import RunConfig, refuse_changes, resolve, to_toml
 from aqg.runs.cost import ClientBytes, Cost, Meter
 from aqg.runs.directory import CHECKPOINT, CONFIG, Line, RunFiles, create_directory, read_config
@@ -49,8 +47,6 @@ Minimum: TypeAlias = float | Callable[[], float | None] | None
 
 @dataclass
 class Progress:
-    """What a run cost so far, and its last loss."""
-
     cost: Cost = field(default_factory=Cost)
     loss: float = math.nan
 
@@ -230,7 +226,6 @@ class Checkpoints:
         return self._clock() - self._last > self._seconds_apart
 
     def time(self, save: Callable[[], None]) -> None:
-        """Save, and look how long it takes."""
         begun = self._clock()
         save()
         self._last = self._clock()
@@ -241,25 +236,25 @@ class Checkpoints:
 def _snapshot(simulation: FastSimulation | ReferenceSimulation) -> Callable[[], Mapping[str, Any]]:
     """Return what makes the tensors of the model as it is now, by name.
 
-    Where clients keep statistics of their own, those that the module came with are among them.
+    These are a module's own state, or those of a closed form. Where clients keep statistics of
+    their own, those that the module came with are among them.
     """
-    params, objective = simulation.averaged, simulation.problem.objective
+    params, objective = simulation.averaged, cast("Any", simulation.problem.objective)
     layout = getattr(objective, "model_layout", None)
-    is_shared = layout is not None and layout.policy == "average"
-    buffers = simulation.statistics.averaged() if is_shared else None
-    return lambda: name_tensors(objective, params, buffers)
+    if layout is None:
+        names = [name for name, _ in objective.layout]
+        return lambda: dict(zip(names, objective.tensors(params), strict=True))
+    buffers = simulation.statistics.averaged() if layout.policy == "average" else None
 
-
-def name_tensors(objective: Any, params: FloatArray, buffers: Buffers | None) -> Any:
-    """Return all tensors of a model by name: a module's own state, or those of a closed form."""
-    layout = getattr(objective, "model_layout", None)
-    if layout is not None:
+    def tensors() -> Mapping[str, Any]:
         module = copy.deepcopy(objective.module)
         layout.load(module, params)
         if buffers is not None:
             layout.write_buffers(module, buffers)
-        return module.state_dict()
-    return dict(zip((name for name, _ in objective.layout), objective.tensors(params), strict=True))
+        state: Mapping[str, Any] = module.state_dict()
+        return state
+
+    return tensors
 
 
 class Measured(NamedTuple):

@@ -33,8 +33,6 @@ from aqg.sim.problem import Problem
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study."""
-
     name: str  # of its directory, below that of the study
     config: RunConfig
     ceiling: float = math.inf  # the bytes beyond which it is of no interest
@@ -81,15 +79,16 @@ class Batch(StudyPlan[Job]):
 
     def __init__(self, jobs: Iterable[Job], directory: Path) -> None:
         super().__init__()
-        jobs = list(jobs)
         groups: dict[object, list[Job]] = {}
-        for job in unfinished(jobs, directory):
-            groups.setdefault(problem_key(job.config), []).append(job)
+        for job in jobs:
+            _refuse_another(directory / job.name, job.config)
+            summary = read_summary(directory / job.name)
+            if summary is None:
+                groups.setdefault(problem_key(job.config), []).append(job)
+            else:
+                self.num_before += 1
+                self.bytes_before += summary["total_bytes"]
         self.left: Sequence[Job] = [job for group in groups.values() for job in group]
-        found = (read_summary(directory / job.name) for job in jobs)
-        done = [summary for summary in found if summary is not None]
-        self.num_before = len(done)
-        self.bytes_before = sum(summary["total_bytes"] for summary in done)
         self._waiting = iter(self.left)
         self._num_ended = 0
 
@@ -112,19 +111,12 @@ class Batch(StudyPlan[Job]):
         return len(self.left) - self._num_ended
 
 
-def unfinished(jobs: Iterable[Job], directory: Path) -> list[Job]:
-    """Return the jobs that are still to do; those that were begun must match their config."""
-    left = []
-    for job in jobs:
-        place = directory / job.name
-        if (place / CONFIG).exists():
-            stored = read_stored(read_config(place))  # no code of it is run
-            if stored != job.config:
-                check_files(stored)
-                refuse_changes(place, asdict(stored), asdict(job.config), "run", "start a new one")
-        if read_summary(place) is None:
-            left.append(job)
-    return left
+def _refuse_another(place: Path, config: RunConfig) -> None:
+    """Refuse a directory where a run with another config was begun; no code of it is run."""
+    stored = read_stored(read_config(place)) if (place / CONFIG).exists() else config
+    if stored != config:
+        check_files(stored)
+        refuse_changes(place, asdict(stored), asdict(config), "run", "start a new one")
 
 
 Key = tuple[tuple[str, Any], ...]

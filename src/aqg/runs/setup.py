@@ -1,9 +1,7 @@
 """Build what a config describes: the problem, its validation set and its minimum.
 
 The clients hold out the *validation set*, by which runs are tuned and stopped; the test set is then
-looked at for reports only. A run with a ``validation`` share has a target on this set, and its
-summary holds the *curve*: the accuracy or loss on the validation set after every round, and every
-byte that all clients had sent and received by then.
+looked at for reports only.
 """
 
 import copy
@@ -19,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.recipes import make_recipe
-from aqg.core.types import FloatArray
+from aqg.core.types import FloatArray, IntArray
 from aqg.data import Dataset, load_dataset, parse_partition
 from aqg.data.partitions import format_partition_table, partition_table
 from aqg.errors import AqgError, ConfigError
@@ -84,9 +82,7 @@ def _chosen(dataset: Dataset, num_samples: int | None) -> Dataset:
     return replace(dataset, **{k: v[chosen] for k, v in columns.items() if v is not None})
 
 
-def make_problem(
-    config: RunConfig, dataset: Dataset, parts: Sequence[NDArray[np.int64]]
-) -> Problem:
+def make_problem(config: RunConfig, dataset: Dataset, parts: Sequence[IntArray]) -> Problem:
     def prepared(features: NDArray[Any], labels: NDArray[Any]) -> Samples:
         """Give samples the run's precision; token ids stay as they are.
 

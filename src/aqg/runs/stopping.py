@@ -1,17 +1,8 @@
-"""When a run is over before its last round, one definition each; and its results.
+"""When a run is over before its last round, and its results.
 
-*Reached*
-    The target is met so many rounds in a row (`Target.hold`); the first of them counts. With
-    ``hold = 0`` a run is not ended by its target, and the target has to be met to the very end.
-    On a validation set (`Target.is_mean`) the mean over these rounds has to meet it, and the first.
-*Diverged*
-    The loss is no number, or beyond all use (`has_diverged`).
-*Hopeless*
-    A run with a target is far behind: its loss is 100 times the first one, or at half of its rounds
-    it has not come half of its way, or at three quarters not three quarters.
-*Too expensive*
-    Other runs of the study show that the cost is of no interest, whether or not the target is
-    reached in the end: it is *beyond* what federated averaging needs.
+``docs/reference/files.md`` says what each ending means. With ``hold = 0`` a run is not ended by its
+target, and the target has to be met to the very end. A run is *beyond* its ceiling where others of
+the study show that the cost is of no interest, whether or not the target is reached in the end.
 """
 
 from __future__ import annotations
@@ -23,15 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from aqg.errors import ConfigError, RunError
+from aqg.errors import RunError, require
 from aqg.runs.cost import Cost
-from aqg.runs.directory import (
-    VALIDATION,
-    Line,
-    finite_or_none,
-    metric_fields,
-    statistics_bytes,
-)
+from aqg.runs.directory import VALIDATION, Line, finite_or_none, metric_fields, statistics_bytes
+from aqg.settings import POSITIVE, SHARE
 from aqg.sim.record import RoundRecord
 
 Kind: TypeAlias = Literal["residual", "loss", "accuracy"]
@@ -61,12 +47,9 @@ class Target:
     is_mean: bool = False  # it is enough that the first of these rounds meets it, and their mean
 
     def __post_init__(self) -> None:
-        most = 1.0 if self.kind == "accuracy" else math.inf
-        if not (0 < self.value <= most and math.isfinite(self.value)):
-            bound = "above 0 and at most 1" if self.kind == "accuracy" else "above 0"
-            raise ConfigError(f"target {self.kind} is {self.value}; it must be {bound}")
-        if self.hold < 0:
-            raise ConfigError(f"hold is {self.hold}; it must be at least 0")
+        bound = SHARE if self.kind == "accuracy" else POSITIVE
+        require(self.value in bound, f"target {self.kind}", self.value, str(bound))
+        require(self.hold >= 0, "hold", self.hold, "at least 0")
 
     def is_met(self, value: float) -> bool:
         """Tell whether a loss, residual or accuracy is good enough; NaN never is."""

@@ -27,7 +27,6 @@ class Table:
     num_labels: int | None = None  # columns that are no numbers; None: all are text
 
     def to_markdown(self) -> str:
-        """Write the table with its title and note."""
         lines = [f"**{self.title}.** {self.note}", "", _line(self.header)]
         lines.append("|" + "---|" * len(self.header))
         lines.extend(_line(row) for row in self.rows)

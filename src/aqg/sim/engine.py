@@ -25,7 +25,7 @@ from aqg.core.space import Array, NumpySpace, as_index, with_rows
 from aqg.core.track import Flow
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
-from aqg.objectives.closed_form import ClosedForm, Perceptron, Softmax
+from aqg.objectives.base import ClosedForm, Perceptron, Softmax
 from aqg.sim.late import Reply
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes

@@ -16,7 +16,7 @@ from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
 from aqg.core.track import Memory
 from aqg.core.types import Float64Array, FloatArray, IntArray
-from aqg.objectives.closed_form import ClosedForm, Perceptron, Softmax
+from aqg.objectives.base import ClosedForm, Perceptron, Softmax
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.training import Keys, LocalTraining
 

@@ -20,8 +20,7 @@ from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed, StepRule
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError, require
-from aqg.objectives.base import Learner, Objective
-from aqg.objectives.closed_form import ClosedForm
+from aqg.objectives.base import ClosedForm, Learner, Objective
 from aqg.sim.late import Late
 from aqg.sim.problem import Problem
 

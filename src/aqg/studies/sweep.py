@@ -2,18 +2,9 @@
 
 A grid file holds settings as ``aqg run`` knows them, and a table ``[grid]`` of settings with lists
 of values; the product of the lists is run. In place of ``[grid]`` it may hold tables ``[[run]]``,
-the settings of a run each; a Python function may yield these as well (`call_study`). A sweep's
-directory holds
-
-================ ==========================================================================
-``sweep.toml``   the grid file as given
-``NAME/``        one run directory per combination, named after the settings that vary
-``summary.csv``  one row per run, once the sweep is complete: settings that vary, and results
-``summary.json`` the same as JSON
-================ ==========================================================================
-
-A run with a ``summary.json`` of its own is finished and never touched again; the others go on from
-their checkpoints.
+the settings of a run each; a Python function may yield these as well (`call_study`).
+``docs/how-to/sweeps.md`` says what is in a sweep's directory. A run with a ``summary.json`` of its
+own is finished and never touched again; the others go on from their checkpoints.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import MAX_WIDTH, level_dtype
-from aqg.core.types import Levels
+from aqg.core.types import ByteArray, Levels
 from aqg.errors import MessageError, WireError
 from aqg.jit import njit, part
 
@@ -19,7 +19,6 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def packed_size(length: int, width: int) -> int:
-    """Return the number of bytes ``length`` levels of ``width`` bits take."""
     return (length * width + 7) // 8
 
 
@@ -33,7 +32,7 @@ def read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:
     return view
 
 
-def pack(levels: Levels, width: int) -> NDArray[np.uint8]:
+def pack(levels: Levels, width: int) -> ByteArray:
     """Pack ``levels``, each below ``2^width``, into ``packed_size(len(levels), width)`` bytes."""
     _check_width(width)
     if len(levels) and int(levels.max()) >> width:
@@ -45,7 +44,7 @@ def pack(levels: Levels, width: int) -> NDArray[np.uint8]:
     return packed
 
 
-def unpack(packed: NDArray[np.uint8], width: int, length: int) -> Levels:
+def unpack(packed: ByteArray, width: int, length: int) -> Levels:
     """Return the ``length`` levels that `pack` packed; refuse any other bytes."""
     _check_width(width)
     if len(packed) != packed_size(length, width):
@@ -69,7 +68,7 @@ def _check_width(width: int) -> None:
 
 
 @njit()
-def _pack(levels: Levels, width: int, packed: NDArray[np.uint8]) -> None:
+def _pack(levels: Levels, width: int, packed: ByteArray) -> None:
     """Fill ``packed``, which holds exactly ``ceil(len(levels)·width / 8)`` bytes."""
     groups = _num_groups(len(levels), width, len(packed))
     # Widths that divide a byte have loops of their own: simple enough to become SIMD code.
@@ -115,7 +114,7 @@ def _num_groups(num_levels: int, width: int, num_bytes: int) -> int:
 
 
 @njit()
-def _unpack(packed: NDArray[np.uint8], width: int, levels: Levels) -> None:
+def _unpack(packed: ByteArray, width: int, levels: Levels) -> None:
     groups = _num_groups(len(levels), width, len(packed))
     if width == 4:
         for i in range(4 * groups):
@@ -161,7 +160,7 @@ def _join(levels: Levels, start: int, width: int) -> np.uint64:
 
 
 @part(forceinline=True)
-def _load(packed: NDArray[np.uint8], start: int) -> np.uint64:
+def _load(packed: ByteArray, start: int) -> np.uint64:
     at = np.uint64(start)
     word = np.uint64(packed[at])
     for k in range(1, 8):
@@ -170,7 +169,7 @@ def _load(packed: NDArray[np.uint8], start: int) -> np.uint64:
 
 
 @part(forceinline=True)
-def _store(packed: NDArray[np.uint8], start: int, word: np.uint64) -> None:
+def _store(packed: ByteArray, start: int, word: np.uint64) -> None:
     at = np.uint64(start)
     for k in range(8):
         packed[at + np.uint64(k)] = word >> np.uint64(8 * k)

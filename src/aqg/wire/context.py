@@ -1,13 +1,8 @@
 """Context coding: below the zero-order entropy, by what is known of the neighbors.
 
-Gradients have structure that a table of symbol frequencies cannot see: a weight changes much like
-the weight of the same output for the next input, and like the one a picture row above. Both are
-*lags* in the flat vector, which the encoder finds by autocorrelation and writes in front: one
-neighbor is ``near`` symbols back (10 for the weights of a 784→10 layer), another ``far =
-near·ratio`` (ratio 28: rows of 28 pixels).
-
-Drawn as a picture whose columns are ``near`` apart and whose rows are ``far`` apart, a symbol ``x``
-is coded knowing these, and the four symbols before it in the flat vector:
+``docs/explanation/entropy-coding.md`` says how it works, and what it saves. Drawn as a picture
+whose columns are ``near`` apart and whose rows are ``far = near·ratio`` apart, a symbol ``x`` is
+coded knowing these, and the four symbols before it in the flat vector:
 
 ::
 
@@ -16,19 +11,15 @@ is coded knowing these, and the four symbols before it in the flat vector:
 
 A level ``q`` stands for ``v = 2q - (num_symbols - 1)``: it has the magnitude ``|v| >> 1``, coded
 first, in unary, and a sign. Magnitudes of 8 and more share buckets, two to the octave, and the bits
-within a bucket follow one by one. No table is sent: a short message pays only for what the model
-learns from it.
+within a bucket follow one by one. `make_hints` adds what both ends know of an upload before it is
+sent: where the gradient is small, the innovation is ``Δ ≈ -ref_m``, and a coordinate often repeats,
+or takes back, what it did last.
 
-`make_hints` adds what both ends know of an upload before it is sent. Where the gradient is small,
-the innovation is ``Δ ≈ -ref_m``: the memory that both ends hold tells which way a coordinate will
-go. And a coordinate often repeats, or takes back, what it did last.
-
-A symbol is a chain of binary decisions. A decision is coded under three *estimates*, each the
-probability that it is 1 given another piece of what is already known. Their log-odds are added up
-with weights, ``x = Σ w_i·ln(p_i/(1-p_i))``, and the decision is coded with probability
-``1/(1+e^-x)``. Then every estimate moves toward what happened, and every weight against the
-gradient of the code length: ``w_i += rate·error·odds_i``. None of this is floating point, so that
-both ends agree bit for bit on every machine, and the same code runs in both directions.
+A decision is coded under three *estimates*, each the probability that it is 1 given another piece
+of what is already known. Their log-odds are added up with weights, ``x = Σ w_i·ln(p_i/(1-p_i))``,
+and the decision is coded with probability ``1/(1+e^-x)``. Then every estimate moves toward what
+happened, and every weight against the gradient of the code length: ``w_i += rate·error·odds_i``.
+None of this is floating point, so that both ends agree bit for bit on every machine.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.track import MAX_DIRECTION
+from aqg.core.types import ByteArray, Float64Array, Int8Array, IntArray
 from aqg.errors import WireError
 from aqg.jit import njit, part
 from aqg.wire.varint import Reader, write_varint
 
-Levels = NDArray[np.uint8] | NDArray[np.uint16]
+Levels = ByteArray | NDArray[np.uint16]
 
 MAX_SYMBOLS = 1 << 16
 LONGEST = 1 << 20
@@ -60,7 +52,7 @@ REFERENCE_EDGES = np.array([1, 3, 5, 7, 11, 17, 25, 39]) / 16
 """In steps: where one class of ``|ref_m|`` ends and the next begins."""
 
 
-def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None = None) -> bytes:
+def encode(levels: Levels, num_symbols: int, *, hints: Int8Array | None = None) -> bytes:
     """Code ``levels``, each below ``num_symbols``; their number is not part of the payload.
 
     ``hints``, one per level, tell what both ends know beforehand: any classes from ``-MAX_HINT``
@@ -79,11 +71,11 @@ def encode(levels: Levels, num_symbols: int, *, hints: NDArray[np.int8] | None =
 
 
 def decode(
-    payload: bytes | bytearray | memoryview | NDArray[np.uint8],
+    payload: bytes | bytearray | memoryview | ByteArray,
     count: int,
     num_symbols: int,
     *,
-    hints: NDArray[np.int8] | None = None,
+    hints: Int8Array | None = None,
 ) -> Levels:
     """Undo `encode`: return ``count`` levels below ``num_symbols``, or raise `WireError`.
 
@@ -113,9 +105,7 @@ def decode(
     return symbols
 
 
-def _checked(
-    levels: Levels, num_symbols: int, hints: NDArray[np.int8] | None
-) -> tuple[Levels, NDArray[np.int8]]:
+def _checked(levels: Levels, num_symbols: int, hints: Int8Array | None) -> tuple[Levels, Int8Array]:
     """Return writable copies, which one compiled kernel serves in both directions."""
     if not 1 <= num_symbols <= MAX_SYMBOLS:
         raise WireError(f"num_symbols is {num_symbols}, outside 1..{MAX_SYMBOLS}")
@@ -134,8 +124,8 @@ def _run(
     num_symbols: int,
     near: int,
     ratio: int,
-    hints: NDArray[np.int8],
-    buffer: NDArray[np.uint8],
+    hints: Int8Array,
+    buffer: ByteArray,
     *,
     decoding: bool,
 ) -> int:
@@ -147,8 +137,8 @@ def _run(
 
 
 def make_hints(
-    reference: NDArray[np.floating], step: float, direction: NDArray[np.int8] | None = None
-) -> NDArray[np.int8]:
+    reference: NDArray[np.floating], step: float, direction: Int8Array | None = None
+) -> Int8Array:
     """Return a class per coordinate: 17 of ``-ref_m/step``, times 7 of the last direction.
 
     ``reference`` is ``ref_m`` before the upload, the same bits at both ends; the frame carries the
@@ -196,7 +186,7 @@ def find_lags(levels: NDArray[np.unsignedinteger], num_symbols: int) -> tuple[in
     return int(near), int(ratio)
 
 
-def _correlate(signal: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+def _correlate(signal: Float64Array, limit: int) -> Float64Array:
     """Return the autocorrelation; its sums are small integers, hence exact once rounded."""
     if len(signal) <= DIRECT_LENGTH:
         return np.correlate(signal, signal, "full")[len(signal) - 1 :][: limit + 1]
@@ -313,7 +303,7 @@ class Model(NamedTuple):
     """
 
     estimates: NDArray[np.int32]
-    weights: NDArray[np.int64]
+    weights: IntArray
 
 
 class Coder(NamedTuple):
@@ -361,7 +351,7 @@ def _initial_estimates() -> NDArray[np.int32]:
     return estimates
 
 
-def _confident(odds: NDArray[np.int64]) -> NDArray[np.int64]:
+def _confident(odds: IntArray) -> IntArray:
     """Return estimates with these log-odds, as sure of them as after two decisions."""
     p = np.take(LOGISTIC.astype(np.int64), odds.clip(-1000, 1000) + ODDS_LIMIT)
     return p << 12 | 2

@@ -8,12 +8,11 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core.grids import Grid, is_valid_step, level_dtype, num_levels
 from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
 from aqg.core.track import Track
-from aqg.core.types import FloatArray, Levels, is_whole
+from aqg.core.types import ByteArray, FloatArray, Int8Array, Levels, is_whole
 from aqg.errors import MessageError, WireError
 from aqg.wire import context, payloads, sections
 from aqg.wire.bitpack import pack, packed_size, unpack
@@ -30,7 +29,7 @@ class Known(NamedTuple):
 
     reference: FloatArray  # ``ref_m``, to which the upload will be added
     # `aqg.core.track.direction_of` the client's last upload, where it is kept
-    direction: NDArray[np.int8] | None = None
+    direction: Int8Array | None = None
 
 
 def known(track: Track) -> Known | None:
@@ -120,7 +119,7 @@ def decode(
         raise WireError(f"the frame holds no valid message: {error}") from error
 
 
-def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
+def _as_bytes(data: bytes | bytearray | memoryview) -> ByteArray:
     try:
         frame = np.frombuffer(data, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
@@ -131,7 +130,7 @@ def _as_bytes(data: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
     return frame
 
 
-def _check_envelope(frame: NDArray[np.uint8]) -> tuple[Mode, int]:
+def _check_envelope(frame: ByteArray) -> tuple[Mode, int]:
     """Check checksum, version and mode: what every version of the format keeps in its place.
 
     Return the mode and, where hints are part of the checksum, what theirs must be.
@@ -157,7 +156,7 @@ def _check_envelope(frame: NDArray[np.uint8]) -> tuple[Mode, int]:
     return mode, difference
 
 
-def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | None:
+def _hints(known: Known | None, step: float, length: int) -> Int8Array | None:
     if known is None:
         return None
     if len(known.reference) != length:
@@ -168,12 +167,12 @@ def _hints(known: Known | None, step: float, length: int) -> NDArray[np.int8] | 
     return hints if np.count_nonzero(hints) else None  # before the first upload nothing is known
 
 
-def _hints_checksum(hints: NDArray[np.int8] | None) -> int:
+def _hints_checksum(hints: Int8Array | None) -> int:
     return 0 if hints is None else zlib.crc32(np.ascontiguousarray(hints).data)
 
 
 def encode_levels(
-    upload: Upload, hints: NDArray[np.int8] | None, threads: int | None
+    upload: Upload, hints: Int8Array | None, threads: int | None
 ) -> tuple[Mode, bytes]:
     """Return the shortest payload and its mode; the simpler mode where two are equally short."""
     places = payloads.few_places(upload)
@@ -199,7 +198,7 @@ def encode_bare(upload: Upload) -> bytes:
     return bytes([mode]) + _upload_head(mode, upload)[1:] + payload
 
 
-def decode_bare(data: NDArray[np.uint8], length: int) -> Upload:
+def decode_bare(data: ByteArray, length: int) -> Upload:
     if len(data) < UPLOAD_HEAD_BYTES:
         raise WireError(f"a quantized vector has at least 4 bytes, not {len(data)}")
     number = int(data[0])
@@ -213,9 +212,9 @@ def decode_bare(data: NDArray[np.uint8], length: int) -> Upload:
 
 def _read_upload(
     mode: Mode,
-    head: NDArray[np.uint8],
-    payload: NDArray[np.uint8],
-    hints: NDArray[np.int8] | None,
+    head: ByteArray,
+    payload: ByteArray,
+    hints: Int8Array | None,
     length: int,
     threads: int | None,
 ) -> Upload:
@@ -233,12 +232,12 @@ def _read_upload(
 
 def decode_levels(
     mode: Mode,
-    payload: NDArray[np.uint8],
+    payload: ByteArray,
     width: int,
     grid: Grid,
     length: int,
     threads: int | None,
-    hints: NDArray[np.int8] | None = None,
+    hints: Int8Array | None = None,
 ) -> Levels:
     """Undo `encode_levels`; levels may be beyond the grid."""
     if mode is Mode.RAW:
@@ -268,7 +267,7 @@ def _upload_head(mode: Mode, upload: Upload) -> bytes:
     return struct.pack("<BBH", _first_byte(mode), shape, step >> 16)
 
 
-def _read_step(head: NDArray[np.uint8]) -> float:
+def _read_step(head: ByteArray) -> float:
     step: float = struct.unpack("<f", b"\0\0" + head[2:4].tobytes())[0]
     if not is_valid_step(step) or head[3] >> 7:
         raise WireError(f"step {step!r} is not a bfloat16 number in range")

@@ -12,12 +12,11 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aqg.core import messages
 from aqg.core.grids import Grid
 from aqg.core.messages import BlockUpload, DenseUpload, HalfUpload, RotatedUpload, SparseUpload
-from aqg.core.types import IntArray
+from aqg.core.types import ByteArray, IntArray
 from aqg.errors import WireError
 from aqg.jit import njit
 from aqg.wire import context, sections
@@ -77,9 +76,7 @@ def encode_values(upload: Values, threads: int | None) -> tuple[Mode, bytes]:
     return Mode.BUCKETS, write_varint(upload.block) + _encode_blocks(upload, threads)
 
 
-def decode_values(
-    mode: Mode, payload: NDArray[np.uint8], length: int, threads: int | None
-) -> Values:
+def decode_values(mode: Mode, payload: ByteArray, length: int, threads: int | None) -> Values:
     """Undo `encode_values`; the parts of the message fit each other, its values may not."""
     return _DECODERS[mode](Reader(payload), length, threads)
 
@@ -235,7 +232,7 @@ def encode_gaps(upload: messages.Upload, places: IntArray) -> bytes:
     return write_varint(count) + np.packbits(bits, bitorder="little").tobytes()
 
 
-def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
+def decode_gaps(payload: ByteArray, length: int) -> ByteArray:
     reader = Reader(payload)
     count = reader.varint()
     if count > length:
@@ -252,7 +249,7 @@ def decode_gaps(payload: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
 
 
 @njit()
-def _read(bits: NDArray[np.uint8], levels: NDArray[np.uint8], count: int, parameter: int) -> int:
+def _read(bits: ByteArray, levels: ByteArray, count: int, parameter: int) -> int:
     """Read ``count`` codes into ``levels``; return the bits used, or -1 if they do not fit."""
     num_bits = 8 * len(bits)
     position = 0

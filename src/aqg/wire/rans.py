@@ -24,8 +24,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from aqg.core.types import ByteArray, IntArray
 from aqg.errors import WireError
 from aqg.jit import njit, part
 
@@ -46,7 +46,7 @@ _NOWHERE = np.empty(0, np.uint8)
 class Table(NamedTuple):
     """Frequencies that sum to ``2^scale_bits``, with ``precision`` bits after the leading one."""
 
-    frequencies: NDArray[np.int64]
+    frequencies: IntArray
     peak: int
     scale_bits: int
     precision: int
@@ -56,7 +56,7 @@ class Table(NamedTuple):
         return int(self.frequencies[self.peak]) == 1 << self.scale_bits
 
 
-def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
+def choose_table(counts: IntArray) -> tuple[Table, float]:
     """Return the table for symbols with these ``counts``, and the bits of table and symbols."""
     frequencies = np.empty(len(counts), np.int64)
     peak = int(counts.argmax())
@@ -65,7 +65,7 @@ def choose_table(counts: NDArray[np.int64]) -> tuple[Table, float]:
     return table, float(bits)
 
 
-def least_bits(counts: NDArray[np.int64]) -> float:
+def least_bits(counts: IntArray) -> float:
     """Return bits that no table and symbols with these ``counts`` can do without.
 
     The symbols take at least their zero-order entropy, whatever the table says; and no table is
@@ -85,7 +85,7 @@ def write_table(table: Table) -> bytes:
 
 
 def read_table(
-    data: NDArray[np.uint8], num_symbols: int, scale_bits: int, precision: int
+    data: ByteArray, num_symbols: int, scale_bits: int, precision: int
 ) -> tuple[Table, int]:
     """Read a table for ``num_symbols`` symbols; return it and the bytes it took."""
     frequencies = np.zeros(num_symbols, np.int64)
@@ -278,7 +278,7 @@ def _read(data: Any, scale_bits: Any, precision: Any, frequencies: Any) -> Any:
     return (peak if left > 0 else -1), bit
 
 
-def encode_symbols(symbols: NDArray[np.uint8], table: Table, lanes: int) -> bytes:
+def encode_symbols(symbols: ByteArray, table: Table, lanes: int) -> bytes:
     """Code ``symbols``: the lanes' final states of five bytes each, then the words."""
     size = len(table.frequencies)
     steps = (np.empty(size, np.int64), np.empty(size), np.empty(size, np.uint64))
@@ -292,9 +292,7 @@ def encode_symbols(symbols: NDArray[np.uint8], table: Table, lanes: int) -> byte
     )
 
 
-def decode_symbols(
-    data: NDArray[np.uint8], table: Table, lanes: int, symbols: NDArray[np.uint8]
-) -> None:
+def decode_symbols(data: ByteArray, table: Table, lanes: int, symbols: ByteArray) -> None:
     """Fill ``symbols`` with what `encode_symbols` coded into ``data``; refuse any other bytes."""
     num_state_bytes = lanes * STATE_BYTES
     if len(data) < num_state_bytes:

@@ -20,22 +20,11 @@ from numpy.typing import NDArray
 from aqg.core.grids import Grid, num_levels
 from aqg.core.messages import Upload
 from aqg.core.space import map_threads
-from aqg.core.types import Levels
+from aqg.core.types import ByteArray, IntArray, Levels
 from aqg.errors import WireError
 from aqg.jit import njit
+from aqg.wire import rans
 from aqg.wire.bitpack import pack, packed_size, read_only, unpack
-from aqg.wire.rans import (
-    MANY_LANES,
-    MIN_SCALE_BITS,
-    STATE_BYTES,
-    Table,
-    choose_table,
-    decode_symbols,
-    encode_symbols,
-    least_bits,
-    read_table,
-    write_table,
-)
 from aqg.wire.varint import Reader, write_part
 
 Unsigned = TypeVar("Unsigned", np.uint16, np.uint32, np.uint64)
@@ -43,7 +32,7 @@ Float = TypeVar("Float", np.float16, np.float32)
 
 MANY_LANES_BYTES = 1 << 14
 """Coded size from which eight lanes are used: their seven more states cost 0.2 % there."""
-SHORTEST_CODED_BYTES = 1 + 1 + STATE_BYTES
+SHORTEST_CODED_BYTES = 1 + 1 + rans.STATE_BYTES
 """Of a section with two symbols or more: its first byte, a table, a coder state."""
 FEW_SYMBOLS = 1 << 10
 """So many are counted before a thousand counters are cleared and added up."""
@@ -58,8 +47,6 @@ THREADED_LENGTH = 1 << 15
 
 
 class Method(enum.IntEnum):
-    """How a section holds its symbols."""
-
     PACKED = 0
     ONE_LANE = 1
     LANES = 2
@@ -82,19 +69,19 @@ class Alphabet(NamedTuple):
 
 
 BYTES = Alphabet(width=8, size=256)
-_Plan: TypeAlias = tuple[Method, NDArray[np.uint8], Table]
+_Plan: TypeAlias = tuple[Method, ByteArray, rans.Table]
 """How to code a plane, what is coded of it, and the table of that."""
 
 
-def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
+def encode_section(symbols: ByteArray, alphabet: Alphabet) -> bytes:
     """Write ``symbols``, all below ``alphabet.size``, as one section."""
     plan = _make_plan(symbols, alphabet)
     if plan is not None:
         method, chosen, table = plan
-        head = method | table.scale_bits - MIN_SCALE_BITS << 2 | table.precision << 5
-        coded = bytes([head]) + write_table(table)
+        head = method | table.scale_bits - rans.MIN_SCALE_BITS << 2 | table.precision << 5
+        coded = bytes([head]) + rans.write_table(table)
         if not table.is_constant:
-            coded += encode_symbols(chosen, table, _num_lanes(method))
+            coded += rans.encode_symbols(chosen, table, _num_lanes(method))
         if len(coded) <= packed_size(len(symbols), alphabet.width):
             return coded
     packed = symbols if alphabet.width == 8 else pack(symbols, alphabet.width)
@@ -102,10 +89,10 @@ def encode_section(symbols: NDArray[np.uint8], alphabet: Alphabet) -> bytes:
 
 
 def _num_lanes(method: Method) -> int:
-    return 1 if method is Method.ONE_LANE else MANY_LANES
+    return 1 if method is Method.ONE_LANE else rans.MANY_LANES
 
 
-def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
+def decode_section(data: ByteArray, alphabet: Alphabet, symbols: ByteArray) -> None:
     """Fill ``symbols`` from a section that takes up all of ``data``.
 
     Symbols of a packed or grouped section may reach up to ``2^width - 1``.
@@ -119,17 +106,17 @@ def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray
             raise WireError(f"a packed section starts with byte {head}; it must be 0")
         symbols[:] = unpack(data[1:], alphabet.width, len(symbols))
         return
-    table, table_bytes = read_table(
+    table, table_bytes = rans.read_table(
         data[1:],
         alphabet.num_groups if method is Method.GROUPED else alphabet.size,
-        scale_bits=(head >> 2 & 7) + MIN_SCALE_BITS,
+        scale_bits=(head >> 2 & 7) + rans.MIN_SCALE_BITS,
         precision=head >> 5,
     )
     payload, coded = data[1 + table_bytes :], symbols
     if method is Method.GROUPED:
         coded = np.empty(-(-len(symbols) // alphabet.group_length), np.uint8)
     if not table.is_constant:
-        decode_symbols(payload, table, _num_lanes(method), coded)
+        rans.decode_symbols(payload, table, _num_lanes(method), coded)
     elif len(payload):
         raise WireError(f"{len(payload)} bytes follow a table with a single symbol")
     else:
@@ -138,7 +125,7 @@ def decode_section(data: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray
         _ungroup(coded, alphabet, symbols)
 
 
-def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
+def _make_plan(symbols: ByteArray, alphabet: Alphabet) -> _Plan | None:
     """Choose how to code ``symbols``, or ``None`` where packing is at least as short."""
     packed_bits = 8 * packed_size(len(symbols), alphabet.width)
     if packed_bits < 8 * SHORTEST_CODED_BYTES and np.count_nonzero(symbols != symbols[:1]):
@@ -146,19 +133,19 @@ def _make_plan(symbols: NDArray[np.uint8], alphabet: Alphabet) -> _Plan | None:
     symbols = read_only(symbols)
     counts = _count(symbols, alphabet.size)
     is_long = len(symbols) >= GROUPED_LENGTH and alphabet.group_length > 1
-    if not is_long and least_bits(counts) > packed_bits:
+    if not is_long and rans.least_bits(counts) > packed_bits:
         return None
-    table, bits = choose_table(counts)
+    table, bits = rans.choose_table(counts)
     method = Method.LANES if bits >= 8 * MANY_LANES_BYTES else Method.ONE_LANE
     if is_long and not table.is_constant:
         groups = read_only(_group(symbols, alphabet))
-        group_table, group_bits = choose_table(_count(groups, alphabet.num_groups))
+        group_table, group_bits = rans.choose_table(_count(groups, alphabet.num_groups))
         if group_bits <= bits * GROUPED_COST:
             return (Method.GROUPED, groups, group_table) if group_bits < packed_bits else None
     return (method, symbols, table) if bits < packed_bits else None
 
 
-def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
+def _group(symbols: ByteArray, alphabet: Alphabet) -> ByteArray:
     """Put ``group_length`` symbols into each byte, the first lowest; fill up with zeros."""
     if 8 % alphabet.width == 0:
         return pack(symbols, alphabet.width)
@@ -168,7 +155,7 @@ def _group(symbols: NDArray[np.uint8], alphabet: Alphabet) -> NDArray[np.uint8]:
     return groups
 
 
-def _ungroup(groups: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.uint8]) -> None:
+def _ungroup(groups: ByteArray, alphabet: Alphabet, symbols: ByteArray) -> None:
     if 8 % alphabet.width == 0:
         symbols[:] = unpack(groups, alphabet.width, len(symbols))
         return
@@ -178,18 +165,18 @@ def _ungroup(groups: NDArray[np.uint8], alphabet: Alphabet, symbols: NDArray[np.
         raise WireError(f"the last group is {int(groups[-1])}; its unused bits must be zero")
 
 
-def _count(symbols: NDArray[np.uint8], num_symbols: int) -> NDArray[np.int64]:
+def _count(symbols: ByteArray, num_symbols: int) -> IntArray:
     if len(symbols) <= FEW_SYMBOLS:
         return np.bincount(symbols, minlength=num_symbols)
     # Four counters per symbol: runs of one symbol do not wait for one counter.
     counts = np.zeros((4, 256), np.int64)
     _count_into(symbols, counts)
-    total: NDArray[np.int64] = counts.sum(axis=0)
+    total: IntArray = counts.sum(axis=0)
     return total[:num_symbols]
 
 
 @njit()
-def _count_into(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
+def _count_into(symbols: ByteArray, counts: IntArray) -> None:
     whole = len(symbols) // 4 * 4
     for i in range(0, whole, 4):
         counts[0, symbols[i]] += 1
@@ -203,7 +190,7 @@ def _count_into(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
 class Plane(NamedTuple):
     """One symbol per coordinate, all below ``alphabet.size``."""
 
-    symbols: NDArray[np.uint8]
+    symbols: ByteArray
     alphabet: Alphabet
 
 
@@ -221,7 +208,7 @@ def split_levels(upload: Upload) -> list[Plane]:
     return split_bytes(shifted & np.uint16((1 << upload.width) - 1), alphabets)
 
 
-def join_levels(planes: list[NDArray[np.uint8]], width: int) -> Levels:
+def join_levels(planes: list[ByteArray], width: int) -> Levels:
     if len(planes) == 1:
         return planes[0]
     shifted = join_bytes(planes, np.uint16) + np.uint16((1 << (width - 1)) - 128)
@@ -234,7 +221,7 @@ def split_bytes(numbers: NDArray[Any], alphabets: Sequence[Alphabet]) -> list[Pl
     return list(map(Plane, ((numbers >> s).astype(np.uint8) for s in shifts), alphabets))
 
 
-def join_bytes(planes: list[NDArray[np.uint8]], kind: type[Unsigned]) -> NDArray[Unsigned]:
+def join_bytes(planes: list[ByteArray], kind: type[Unsigned]) -> NDArray[Unsigned]:
     numbers = planes[-1].astype(kind)
     for plane in planes[-2::-1]:
         numbers <<= kind(8)
@@ -251,7 +238,7 @@ def split_floats(values: NDArray[np.floating[Any]]) -> list[Plane]:
 
 
 def decode_floats(
-    payload: NDArray[np.uint8], kind: type[Float], length: int, threads: int | None
+    payload: ByteArray, kind: type[Float], length: int, threads: int | None
 ) -> NDArray[Float]:
     """Undo `split_floats` and `encode_planes`."""
     size = np.dtype(kind).itemsize
@@ -272,8 +259,8 @@ def encode_planes(planes: list[Plane], threads: int | None = None) -> bytes:
 
 
 def decode_planes(
-    payload: NDArray[np.uint8], alphabets: list[Alphabet], length: int, threads: int | None = None
-) -> list[NDArray[np.uint8]]:
+    payload: ByteArray, alphabets: list[Alphabet], length: int, threads: int | None = None
+) -> list[ByteArray]:
     """Return one plane of ``length`` symbols per alphabet; they may reach up to ``2^width - 1``."""
     planes = [Plane(np.empty(length, np.uint8), alphabet) for alphabet in alphabets]
     pieces, sections = _pieces(planes), [payload]

@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.types import ByteArray
 from aqg.errors import WireError
 
 MAX_BYTES = 9
@@ -45,7 +46,7 @@ def seal(body: bytes, known: bytes = b"") -> bytes:
 class Reader:
     """Reads a frame from front to back; `WireError` where it ends before what is asked for."""
 
-    def __init__(self, data: bytes | NDArray[np.uint8], what: str = "the frame") -> None:
+    def __init__(self, data: bytes | ByteArray, what: str = "the frame") -> None:
         self._data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
         self._position = 0
         self._what = what
@@ -64,7 +65,7 @@ class Reader:
     def left(self) -> int:
         return len(self._data) - self._position
 
-    def take(self, size: int, what: str) -> NDArray[np.uint8]:
+    def take(self, size: int, what: str) -> ByteArray:
         if size > self.left:
             raise WireError(f"{self._what} ends at byte {len(self._data)}, inside {what}")
         self._position += size
@@ -96,13 +97,13 @@ class Reader:
         code = self.varint()
         return code >> 1 if code % 2 == 0 else -(code >> 1) - 1
 
-    def part(self, what: str) -> NDArray[np.uint8]:
+    def part(self, what: str) -> ByteArray:
         size = self.varint()
         if size > self.left:
             raise WireError(f"{what} claims {size} bytes where {self.left} are left")
         return self.take(size, what)
 
-    def rest(self) -> NDArray[np.uint8]:
+    def rest(self) -> ByteArray:
         return self.take(self.left, "it")
 
     def finish(self, last: str) -> None:

@@ -341,8 +341,8 @@ def averaging(seeds=3, adaptive=True, top=0.9):
 
 
 def pending(comparison, recipe, outcomes):
-    findings = Findings(comparison, {one.trial: one for one in outcomes})
-    return pending_trials(comparison, recipe, TASK, findings, {})[0]
+    findings = Findings(TASK, comparison.seeds, outcomes)
+    return pending_trials(comparison, recipe, findings, {})[0]
 
 
 def cells_of(outcomes, recipes="auto,stc,qsgd", seeds=3):
@@ -358,8 +358,7 @@ def test_federated_averaging_may_take_our_step():
     assert pending(comparison, FEDAVG, found) == [Trial(TASK.name, FEDAVG, own, 0)]
     assert pending(comparison, "auto", found) == []
     better = [*found, outcome(FEDAVG, own, 0, 3, 0.93)]
-    references = Findings(comparison, {o.trial: o for o in better}).references
-    assert references[TASK.name, 0].plateau > 0.92
+    assert Findings(TASK, comparison.seeds, better).references[0].plateau > 0.92
     trials = pending(comparison, FEDAVG, better)
     assert trials == [Trial(TASK.name, FEDAVG, own, seed) for seed in (1, 2)]
     assert pending(comparison, FEDAVG, [*found, outcome(FEDAVG, own, 0, 9, 0.8)]) == []

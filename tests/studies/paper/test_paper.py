@@ -22,7 +22,7 @@ from aqg.runs import loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, Cost
 from aqg.runs.directory import read_lines, read_summary
-from aqg.runs.plan import unfinished
+from aqg.runs.plan import Batch
 from aqg.runs.setup import build_problem, find_minimum, make_simulation, perturb
 from aqg.runs.stopping import Trace
 from aqg.studies.paper.outcomes import (
@@ -521,11 +521,11 @@ def test_small_runs_go_all_the_way(tmp_path, data_dir):
 
     elsewhere = make_plan(SMALL, "cuda", ("logistic",))
     adopted = adopt_devices(elsewhere, tmp_path)
-    assert unfinished(adopted, tmp_path / "runs") == []
+    assert Batch(adopted, tmp_path / "runs").left == []
     config = tmp_path / "runs" / plan[0].name / "config.toml"
     config.write_text(config.read_text().replace("bits = 4", "bits = 5"))
     with pytest.raises(ConfigError, match="the run has bits 5"):
-        unfinished(plan, tmp_path / "runs")
+        Batch(plan, tmp_path / "runs")
 
 
 def keep_other_machine(directory):

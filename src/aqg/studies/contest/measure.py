@@ -1,15 +1,9 @@
 """The measure: every byte, and the rounds, until a model is good enough.
 
-A `Goal` is a fixed target, or to be as good as federated averaging. *Plateau*: the mean, over the
-last tenth of a task's rounds, of what federated averaging reaches on the validation set in full
-precision, with the server step for which that is best. The targets are shares of it (90 % of a
-loss: 1.1 times the plateau), and the plateau less one point (a loss: plus one percent), which is
-the one that counts. Such a target is reached in the first round that meets it if the mean over that
-round and the next ones (`hold_of`) meets it too. *Cost* is every byte that all clients sent and
-received until then (`aqg.runs.cost.Meter`), *delay* the rounds over those of federated
-averaging, with that of the steps tried for which these are fewest. A recipe whose delay is at most
-`MOST_DELAY` is a *swap-in*. Runs that go to the last round have a plateau of their own, compared in
-points. Comparisons are paired by seed, with 95 % intervals of Student's.
+``docs/explanation/measure.md`` says what is measured, and why. A `Goal` is a fixed target, or to be
+as good as federated averaging. Its targets are then shares of the plateau (90 % of a loss: 1.1
+times the plateau), and the plateau less one point, which is the one that counts. Every byte is
+counted by `aqg.runs.cost.Meter`.
 """
 
 from __future__ import annotations
@@ -239,7 +233,6 @@ class Mean:
 
 
 def arithmetic_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of some numbers, with Student's interval."""
     count = len(values)
     center = sum(values) / count
     if count < 2:

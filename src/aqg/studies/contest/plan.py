@@ -1,13 +1,10 @@
 """What is compared, and which run comes next: asked whenever a worker is free.
 
-Federated averaging comes first. Where its plateau is the goal of a task, its step is searched on
-seed 0 for the best plateau: fixed ones, and our own, which sets itself. Its runs go to the last
-round, and are never stopped for their bytes. The step with the best plateau and the one that
-reaches the target in the fewest rounds are run with all other seeds. From each seed's runs comes
-the reference of that seed (`measure.make_reference`), and only then are other recipes run with it.
-Ours goes to the last round as well, so that plateaus can be compared; the others go to the hardest
-target or to a quarter more rounds. Where the target is fixed, all runs end with it, and federated
-averaging is searched like any other recipe.
+Federated averaging comes first, and is never stopped for its bytes. Where its plateau is the goal
+of a task, the step with the best plateau on seed 0 and the one that reaches the target in the
+fewest rounds are run with all other seeds. From each seed's runs comes the reference of that seed
+(`measure.make_reference`), and only then are other recipes run with it. Where the target is fixed,
+all runs end with it, and federated averaging is searched like any other recipe.
 
 A recipe is searched on seed 0, if there is a search (`search.pending_settings`); its best setting
 is run with all seeds if it comes close to the best of all, and else with fewer. Recipes come in
@@ -20,14 +17,14 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from aqg.core.downlink import AUTO, make_downlink
-from aqg.errors import AqgError, ConfigError, RunError
+from aqg.errors import AqgError, ConfigError, RunError, require
 from aqg.runs.config import RunConfig
 from aqg.runs.directory import create_directory, read_summary
 from aqg.runs.files import Records, write_atomically
@@ -60,8 +57,7 @@ class Comparison:
     downlink: str = AUTO  # how clients receive the model; by default what suits each recipe
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError(f"seeds is {self.seeds}; it must be at least 1")
+        require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
         if self.downlink != AUTO:
             make_downlink(self.downlink)
 
@@ -186,169 +182,160 @@ def read_outcomes(directory: Path) -> dict[Trial, Outcome]:
 
 
 class Findings:
-    """Outcomes by recipe and task, and federated averaging's references by task and seed."""
+    """Outcomes on a task by recipe, and federated averaging's references by seed."""
 
-    def __init__(self, comparison: Comparison, outcomes: Mapping[Trial, Outcome]) -> None:
-        self._seeds = range(comparison.seeds)
+    def __init__(self, task: Task, seeds: int, outcomes: Iterable[Outcome]) -> None:
+        self.task, self._seeds = task, seeds
+        self._is_fixed = task.goal.target is not None
         self._ranks: dict[Trial, Rank] = {}
-        self.by_pair: dict[tuple[str, str], dict[Trial, Outcome]] = {}
-        self.references: dict[tuple[str, int], Reference] = {}
-        for outcome in outcomes.values():
-            self._store(outcome)
-        for task in comparison.tasks:
-            self._refer(task)
+        self.by_recipe: dict[str, dict[Trial, Outcome]] = {}
+        self.references: dict[int, Reference] = {}
+        for outcome in outcomes:
+            if outcome.trial.task == task.name:
+                self._store(outcome)
+        self._refer()
 
-    def add(self, outcome: Outcome, task: Task) -> None:
+    def add(self, outcome: Outcome) -> None:
         self._store(outcome)
         if outcome.trial.recipe == FEDAVG:
-            self._ranks = {t: found for t, found in self._ranks.items() if t.task != task.name}
-            self._refer(task)
+            self._ranks.clear()
+            self._refer()
 
     def _store(self, outcome: Outcome) -> None:
-        trial = outcome.trial
-        self.by_pair.setdefault((trial.recipe, trial.task), {})[trial] = outcome
+        self.by_recipe.setdefault(outcome.trial.recipe, {})[outcome.trial] = outcome
 
-    def _refer(self, task: Task) -> None:
-        """Find the references of a task, as far as federated averaging's runs are finished."""
-        is_fixed = task.goal.target is not None
-        self._measure(task, {})
-        if not is_fixed and self._pending_fixed(task)[0]:
+    def _refer(self) -> None:
+        """Find the references, as far as federated averaging's runs are finished."""
+        self._measure({})
+        if not self._is_fixed and self._pending_fixed()[0]:
             return
         curves: dict[int, list[Curve]] = {}
-        own, chosen = self._averaging(task), self.fedavg_settings(task)
+        own, chosen = self._averaging(), self.fedavg_settings()
         for trial, outcome in own.items():
             is_over = all(replace(trial, setting=setting) in own for setting in chosen)
-            if is_over and (not is_fixed or trial.setting in chosen):
+            if is_over and (not self._is_fixed or trial.setting in chosen):
                 curves.setdefault(trial.seed, []).append(outcome.curve)
-        self._measure(task, curves)
+        self._measure(curves)
 
-    def _measure(self, task: Task, curves: Mapping[int, Sequence[Curve]]) -> None:
-        for seed in self._seeds:
-            self.references.pop((task.name, seed), None)
-            if (found := make_reference(task.goal, curves.get(seed, ()))) is not None:
-                self.references[task.name, seed] = found
+    def _measure(self, curves: Mapping[int, Sequence[Curve]]) -> None:
+        goal, seeds = self.task.goal, range(self._seeds)
+        found = {seed: make_reference(goal, curves.get(seed, ())) for seed in seeds}
+        self.references = {seed: one for seed, one in found.items() if one is not None}
 
-    def _averaging(self, task: Task) -> Mapping[Trial, Outcome]:
-        return self.by_pair.get((FEDAVG, task.name), {})
+    def _averaging(self) -> Mapping[Trial, Outcome]:
+        return self.by_recipe.get(FEDAVG, {})
 
-    def _searched_curves(self, task: Task) -> dict[Setting, Curve]:
-        own = self._averaging(task).items()
+    def _searched_curves(self) -> dict[Setting, Curve]:
+        own = self._averaging().items()
         return {trial.setting: o.curve for trial, o in own if trial.seed == SEARCH_SEED}
 
-    def counted(self, recipe: str, task: Task) -> dict[Trial, Outcome]:
+    def counted(self, recipe: str) -> dict[Trial, Outcome]:
         """Leave out runs that ended at an easier target than today's."""
-        own = self.by_pair.get((recipe, task.name), {})
-        if recipe == FEDAVG or task.goal.target is not None:
+        own = self.by_recipe.get(recipe, {})
+        if recipe == FEDAVG or self._is_fixed:
             return own
-        name, references = task.goal.name, self.references
+        targets = {s: one.targets[self.task.goal.name] for s, one in self.references.items()}
         return {
             trial: outcome
             for trial, outcome in own.items()
-            if (reference := references.get((task.name, trial.seed))) is None
-            or not outcome.is_cut(reference.targets[name])
+            if trial.seed not in targets or not outcome.is_cut(targets[trial.seed])
         }
 
-    def ranks(self, recipe: str, task: Task) -> dict[Setting, Rank]:
-        reference = self.references.get((task.name, SEARCH_SEED))
-        if recipe == FEDAVG and task.goal.target is None:
+    def ranks(self, recipe: str) -> dict[Setting, Rank]:
+        reference = self.references.get(SEARCH_SEED)
+        if recipe == FEDAVG and not self._is_fixed:
             reference = None
         elif reference is None:
             return {}
-        own = {t: o for t, o in self.counted(recipe, task).items() if t.seed == SEARCH_SEED}
+        own = {t: o for t, o in self.counted(recipe).items() if t.seed == SEARCH_SEED}
         for trial in own.keys() - self._ranks.keys():
-            self._ranks[trial] = rank(task.goal, own[trial].curve, reference)
+            self._ranks[trial] = rank(self.task.goal, own[trial].curve, reference)
         return {trial.setting: self._ranks[trial] for trial in own}
 
-    def best(self, recipe: str, task: Task, with_former: bool = True) -> Setting | None:
+    def best(self, recipe: str, with_former: bool = True) -> Setting | None:
         """Return the best setting tried on seed 0; ``with_former`` one that cannot be run now."""
-        ranks = self.ranks(recipe, task)
+        ranks = self.ranks(recipe)
         if not with_former:
             ranks = {s: found for s, found in ranks.items() if s.multiplier != search.FORMER_STEP}
         return min(ranks, key=lambda setting: (ranks[setting], str(setting)), default=None)
 
-    def pending_fedavg(self, task: Task) -> tuple[list[Setting], int]:
+    def pending_fedavg(self) -> tuple[list[Setting], int]:
         """Return what the search for its plateau needs next, and about how many may follow."""
-        settings, later = self._pending_fixed(task)
+        settings, later = self._pending_fixed()
         adaptive = Setting(FEDAVG, multiplier=search.SELF_SETTING)
-        return [*settings, *({adaptive} - self._searched_curves(task).keys())], later
+        return [*settings, *({adaptive} - self._searched_curves().keys())], later
 
-    def _pending_fixed(self, task: Task) -> tuple[list[Setting], int]:
+    def _pending_fixed(self) -> tuple[list[Setting], int]:
         """Search on where the best plateau is at the edge, or what reaches the target first."""
-        settings, later = search.pending_settings(FEDAVG, task, self.ranks(FEDAVG, task))
-        first = None if settings else self._first_to_reach(task, fixed_only=True)
+        settings, later = search.pending_settings(FEDAVG, self.task, self.ranks(FEDAVG))
+        first = None if settings else self._first_to_reach(fixed_only=True)
         if first is None:
             return settings, later
-        tried = [setting.multiplier for setting in self._searched_curves(task)]
-        further = search.fixed_steps(task).beyond(tried, first.multiplier)
+        tried = [setting.multiplier for setting in self._searched_curves()]
+        further = search.fixed_steps(self.task).beyond(tried, first.multiplier)
         return ([] if further is None else [replace(first, multiplier=float(further))]), 0
 
-    def _first_to_reach(self, task: Task, fixed_only: bool = False) -> Setting | None:
-        curves = self._searched_curves(task)
-        found = make_reference(task.goal, curves.values())
+    def _first_to_reach(self, fixed_only: bool = False) -> Setting | None:
+        curves, goal = self._searched_curves(), self.task.goal
+        found = make_reference(goal, curves.values())
         if found is None:
             return None
-        target = found.targets[task.goal.name]
         if fixed_only:
             curves.pop(Setting(FEDAVG, multiplier=search.SELF_SETTING), None)
+        target = found.targets[goal.name]
         reached = {s: at.rounds for s, curve in curves.items() if (at := curve.reach(target))}
         return min(reached, key=lambda s: (reached[s], s.multiplier), default=None)
 
-    def fedavg_settings(self, task: Task) -> list[Setting]:
+    def fedavg_settings(self) -> list[Setting]:
         """Return the best one and, where its plateau is the goal, the one that reaches it first."""
-        chosen = [self.best(FEDAVG, task)]
-        if task.goal.target is None:
-            chosen.append(self._first_to_reach(task))
+        chosen = [self.best(FEDAVG), None if self._is_fixed else self._first_to_reach()]
         return list(dict.fromkeys(setting for setting in chosen if setting is not None))
 
-    def lowest_cost(self, task: Task) -> float:
+    def lowest_cost(self) -> float:
         """Return the bytes of the best recipe on seed 0; infinity where there is none."""
-        others = (r for r, name in self.by_pair if name == task.name and r != FEDAVG)
-        ranks = (found for recipe in others for found in self.ranks(recipe, task).values())
+        others = self.by_recipe.keys() - {FEDAVG}
+        ranks = (found for recipe in others for found in self.ranks(recipe).values())
         return min((cost for is_other, cost in ranks if not is_other), default=math.inf)
 
 
 def pending_trials(
-    comparison: Comparison, recipe: str, task: Task, findings: Findings, tuned: Tuned
+    comparison: Comparison, recipe: str, findings: Findings, tuned: Tuned
 ) -> tuple[list[Trial], int]:
     """Return the trials that the finished ones call for, and about how many may follow."""
-    own = findings.counted(recipe, task)
+    task, seeds, own = findings.task, comparison.seeds, findings.counted(recipe)
     is_reference = recipe == FEDAVG and task.goal.target is None
-    seeds = comparison.seeds
 
     def searched(tried: Mapping[Setting, Rank]) -> tuple[list[Setting], int]:
         if is_reference:
-            return findings.pending_fedavg(task)
+            return findings.pending_fedavg()
         if comparison.search:
             return search.pending_settings(recipe, task, tried, comparison.quick)
         setting = tuned.get(task.name, {}).get(recipe) or search.default_setting(recipe, task)
         return ([] if setting in tried else [setting]), 0
 
-    has_reference = (task.name, SEARCH_SEED) in findings.references
     needs_fedavg = task.goal.target is None and not is_reference
-    if needs_fedavg and (not has_reference or findings.pending_fedavg(task)[0]):
+    if needs_fedavg and (SEARCH_SEED not in findings.references or findings.pending_fedavg()[0]):
         settings, later = searched({})
-        is_waiting = pending_trials(comparison, FEDAVG, task, findings, tuned)[0]
+        is_waiting = pending_trials(comparison, FEDAVG, findings, tuned)[0]
         return [], (len(settings) + later + seeds - 1 if is_waiting else 0)
-    ranks = findings.ranks(recipe, task)
+    ranks = findings.ranks(recipe)
     settings, later = searched(ranks)
     if settings:
         trials = [Trial(task.name, recipe, setting, SEARCH_SEED) for setting in settings]
         return trials, later + seeds - 1
     if is_reference:
-        chosen = findings.fedavg_settings(task)
+        chosen = findings.fedavg_settings()
     else:
-        best = findings.best(recipe, task, with_former=False)
+        best = findings.best(recipe, with_former=False)
         assert best is not None, "a search that is over has tried something"
         chosen = [best]
         is_other, cost = ranks[best]
-        is_close = not is_other and cost <= CONTENDER * findings.lowest_cost(task)
+        is_close = not is_other and cost <= CONTENDER * findings.lowest_cost()
         if recipe != FEDAVG and not is_ours(recipe, task) and not is_close:
             seeds = min(seeds, FEWER_SEEDS)
     wanted = [Trial(task.name, recipe, s, seed) for s in chosen for seed in range(seeds)]
     missing = [trial for trial in wanted if trial not in own]
-    if is_reference:
-        return missing, 0
-    ready = [trial for trial in missing if (task.name, trial.seed) in findings.references]
+    ready = [trial for trial in missing if is_reference or trial.seed in findings.references]
     return ready, len(missing) - len(ready)
 
 
@@ -391,7 +378,8 @@ class ContestPlan(StudyPlan[TrialJob]):
         self._tuned, self._device = tuned or {}, device
         self._records = Records(directory / TRIALS)
         self._outcomes = read_outcomes(directory)
-        self._findings = Findings(comparison, self._outcomes)
+        found, seeds = self._outcomes.values(), comparison.seeds
+        self._findings = {t.name: Findings(t, seeds, found) for t in comparison.tasks}
         self._made: set[Trial] = set()
         self._under_way: dict[Trial, float] = {}
         self._failed: set[Trial] = set()
@@ -446,16 +434,13 @@ class ContestPlan(StudyPlan[TrialJob]):
 
     def _job(self, trial: Trial) -> TrialJob:
         """End it at the hardest target and the ceiling, but not averaging itself, and ours."""
-        task, target, ceiling = self._task_of(trial), None, math.inf
-        reference = self._findings.references.get((trial.task, trial.seed))
+        findings, target, ceiling = self._findings[trial.task], None, math.inf
+        task, reference = findings.task, findings.references.get(trial.seed)
         if reference is not None and trial.recipe != FEDAVG and not is_ours(trial.recipe, task):
             ceiling = reference.ceiling
             target = reference.hardest if task.goal.target is None else None
         config = make_config(trial, task, target, self._comparison.downlink, self._device)
         return TrialJob(trial.directory, config, ceiling, trial=trial)
-
-    def _task_of(self, trial: Trial) -> Task:
-        return next(task for task in self._comparison.tasks if task.name == trial.task)
 
     def _next_trial(self) -> Trial | None:
         busy = self._under_way.keys() | self._failed
@@ -464,24 +449,26 @@ class ContestPlan(StudyPlan[TrialJob]):
 
     def _pending(self, recipe: str, task: Task) -> tuple[list[Trial], int]:
         """Return what is pending, but for runs that were made just now: none is made twice."""
-        found = pending_trials(self._comparison, recipe, task, self._findings, self._tuned)
-        return [trial for trial in found[0] if trial not in self._made], found[1]
+        findings = self._findings[task.name]
+        trials, later = pending_trials(self._comparison, recipe, findings, self._tuned)
+        return [trial for trial in trials if trial not in self._made], later
 
     def _keep(self, trial: Trial, summary: Mapping[str, Any], seconds: float) -> None:
         outcome = Outcome.of_run(trial, summary, seconds)
         self._records.add(outcome.to_json())
         self._outcomes[trial] = outcome
         self._made.add(trial)
-        self._findings.add(outcome, self._task_of(trial))
+        self._findings[trial.task].add(outcome)
         if trial.recipe == FEDAVG:
-            write_targets(self._directory, self._findings)
+            write_targets(self._directory, self._findings.values())
 
 
-def write_targets(directory: Path, findings: Findings) -> None:
+def write_targets(directory: Path, findings: Iterable[Findings]) -> None:
     rows: dict[str, dict[str, Any]] = {}
-    for (task, seed), reference in findings.references.items():
-        if reference.plateau is not None:
-            rows.setdefault(task, {})[f"seed {seed}"] = reference.to_json()
+    for of_task in findings:
+        for seed, reference in of_task.references.items():
+            if reference.plateau is not None:
+                rows.setdefault(of_task.task.name, {})[f"seed {seed}"] = reference.to_json()
     if rows:
         write_atomically(directory / TARGETS, (json.dumps(rows, indent=1) + "\n").encode())
 

@@ -61,15 +61,11 @@ class Setting:
         return text + named.get(self.multiplier, f", step ×{self.multiplier:g}")
 
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self)
-        if self.downlink == AUTO:
-            del row["downlink"]
-        return row
+        return {k: v for k, v in asdict(self).items() if (k, v) != ("downlink", AUTO)}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Setting:
-        downlink = row.get("downlink", AUTO)
-        return Setting(row["spec"], row["bits"], row["multiplier"], downlink)
+        return Setting(row["spec"], row["bits"], row["multiplier"], row.get("downlink", AUTO))
 
 
 @functools.cache

@@ -1,17 +1,7 @@
 """What a comparison found: cost, savings and delay of every recipe, for every task and target.
 
-A comparison's directory holds
-
-================ ============================================================================
-``compare.json``  what is compared
-``trials.jsonl``  every finished run with its curve, a line each
-``targets.json``  federated averaging's plateaus, the targets, and when it reaches them
-``results.json``  a cell for each recipe, task and target
-``tables.md``     the tables
-``frontier.png``  the picture
-``tuned.json``    after a search: the best setting of every recipe and task
-``TASK/RECIPE/``  a run directory for each trial
-================ ============================================================================
+``docs/explanation/measure.md`` says what is in a comparison's directory. A trial's run directory is
+in ``TASK/RECIPE/`` below it.
 """
 
 import json
@@ -27,7 +17,6 @@ from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.contest import measure, plan
 from aqg.studies.contest.search import FEDAVG, OURS, SEARCH_SEED, TUNED, Setting, write_tuned
-from aqg.studies.contest.tasks import Task
 
 TABLES = "tables.md"
 PICTURE = "frontier.png"
@@ -80,51 +69,49 @@ class Cell:
 def make_cells(
     comparison: plan.Comparison, outcomes: Mapping[plan.Trial, plan.Outcome]
 ) -> list[Cell]:
-    findings = plan.Findings(comparison, outcomes)
     pairs = set(comparison.pairs())
     cells: list[Cell] = []
     for task in comparison.tasks:
+        findings = plan.Findings(task, comparison.seeds, outcomes.values())
         seen: dict[tuple[Any, ...], str] = {}
-        ours = _runs(OURS, task, findings)
+        ours = _runs(OURS, findings)
         for recipe in comparison.recipes:
-            runs = _runs(recipe, task, findings)
+            runs = _runs(recipe, findings)
             if not runs or (recipe, task) not in pairs:
                 continue
             same = seen.setdefault(tuple(o.curve for o in runs), recipe)
             setting = runs[0].trial.setting
             tuned = {task.name: {recipe: setting}} if setting.multiplier >= 0 else {}
-            left, later = plan.pending_trials(comparison, recipe, task, findings, tuned)
-            tried = findings.by_pair[recipe, task.name]
+            left, later = plan.pending_trials(comparison, recipe, findings, tuned)
+            tried = findings.by_recipe[recipe]
             about = {
                 "is_partial": bool(left or later),
                 "same_as": None if same == recipe else same,
                 "num_settings": len({t.setting for t in tried if t.seed == SEARCH_SEED}),
             }
-            cells += [
-                _make_cell(task, name, runs, ours, findings, about) for name in task.goal.names
-            ]
+            cells += [_make_cell(name, runs, ours, findings, about) for name in task.goal.names]
     return cells
 
 
-def _runs(recipe: str, task: Task, findings: plan.Findings) -> list[plan.Outcome]:
+def _runs(recipe: str, findings: plan.Findings) -> list[plan.Outcome]:
     """Return the runs of a recipe's best setting by seed; nothing while there is no target."""
-    setting = findings.best(recipe, task)
-    if setting is None or (task.name, SEARCH_SEED) not in findings.references:
+    setting = findings.best(recipe)
+    if setting is None or SEARCH_SEED not in findings.references:
         return []
     if recipe == FEDAVG:
-        setting = findings.fedavg_settings(task)[-1]
-    own = findings.counted(recipe, task)
+        setting = findings.fedavg_settings()[-1]
+    own = findings.counted(recipe)
     return sorted((o for t, o in own.items() if t.setting == setting), key=lambda o: o.trial.seed)
 
 
 def _scores(
-    task: Task, name: str, runs: Sequence[plan.Outcome], findings: plan.Findings
+    name: str, runs: Sequence[plan.Outcome], findings: plan.Findings
 ) -> dict[int, measure.Crossing | None]:
     """Return each seed's score, None where it misses the target; not runs to an easier one."""
     found = {}
     for outcome in runs:
         seed = outcome.trial.seed
-        reference = findings.references.get((task.name, seed))
+        reference = findings.references.get(seed)
         if reference is None or outcome.is_cut(reference.targets[name]):
             continue
         one = measure.score(outcome.curve, reference, name)
@@ -137,15 +124,14 @@ def _scores(
 
 
 def _make_cell(
-    task: Task,
     name: str,
     runs: Sequence[plan.Outcome],
     ours: Sequence[plan.Outcome],
     findings: plan.Findings,
     about: Mapping[str, Any],
 ) -> Cell:
-    recipe, goal = runs[0].trial.recipe, task.goal
-    found = _scores(task, name, runs, findings)
+    trial, goal = runs[0].trial, findings.task.goal
+    found = _scores(name, runs, findings)
     scores = [one for one in found.values() if one is not None]
 
     def known(key: str) -> list[float]:
@@ -153,12 +139,12 @@ def _make_cell(
 
     own = [o for o in runs if o.trial.seed in found]
     values = [v for o in own for v in o.curve.values if v == v]
-    default = _scores(task, name, ours, findings)
+    default = _scores(name, ours, findings)
     pairs = [(one, default.get(seed)) for seed, one in found.items()]
     ratios = [a.total_bytes / b.total_bytes for a, b in pairs if a is not None and b is not None]
     uploads = [o.upload_bytes for o in own if goal.target and found[o.trial.seed]]
-    level, plateau = _plateau(task, own, findings)
-    what = task.name, recipe, name, runs[0].trial.setting, len(found), len(scores)
+    level, plateau = _plateau(own, findings)
+    what = trial.task, trial.recipe, name, trial.setting, len(found), len(scores)
     return Cell(
         *what,
         cost=measure.geometric_mean(known("total_bytes")),
@@ -170,7 +156,7 @@ def _make_cell(
         level=level,
         upload_bytes=_mean([size for size in uploads if size is not None]),
         plateau=plateau,
-        versus=measure.geometric_mean(ratios) if recipe not in (FEDAVG, OURS) else None,
+        versus=None if trial.recipe in (FEDAVG, OURS) else measure.geometric_mean(ratios),
         **about,
     )
 
@@ -180,22 +166,23 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _plateau(
-    task: Task, runs: Sequence[plan.Outcome], findings: plan.Findings
+    runs: Sequence[plan.Outcome], findings: plan.Findings
 ) -> tuple[float | None, measure.Mean | None]:
     """Return the mean plateau, and its points above federated averaging's, paired by seed.
 
     Nothing where a run ended earlier.
     """
-    references = [findings.references[task.name, o.trial.seed].plateau for o in runs]
+    goal = findings.task.goal
+    references = [findings.references[o.trial.seed].plateau for o in runs]
     known = [plateau for plateau in references if plateau is not None]
     if not known:
         return None, None
     if runs[0].trial.recipe == FEDAVG:
         return _mean(known), None
-    plateaus = [measure.plateau_of(o.curve, task.goal.num_rounds) for o in runs]
+    plateaus = [measure.plateau_of(o.curve, goal.num_rounds) for o in runs]
     if any(math.isnan(plateau) for plateau in plateaus):
         return None, None
-    above = [measure.points_above(task.goal.kind, *p) for p in zip(plateaus, known, strict=True)]
+    above = [measure.points_above(goal.kind, *p) for p in zip(plateaus, known, strict=True)]
     return _mean(plateaus), measure.arithmetic_mean(above)
 
 
@@ -393,7 +380,8 @@ def write_results(comparison: plan.Comparison, directory: Path) -> list[Cell]:
     tables = "\n".join(table.to_markdown() for table in as_tables(comparison, cells))
     write_atomically(directory / TABLES, tables.encode())
     write_atomically(directory / PICTURE, draw(of_cells(rows), comparison.recipes))
-    plan.write_targets(directory, plan.Findings(comparison, outcomes))
+    found = (plan.Findings(t, comparison.seeds, outcomes.values()) for t in comparison.tasks)
+    plan.write_targets(directory, found)
     if comparison.search:
         tuned: dict[str, dict[str, Setting]] = {}
         for cell in cells:

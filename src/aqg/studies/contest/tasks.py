@@ -170,7 +170,6 @@ def available(tasks: Iterable[Task], data_dir: Path | None) -> tuple[tuple[Task,
 
 
 def parse_target(loss: float | None, accuracy: float | None) -> Target | None:
-    """Return what ``--target`` or ``--target-accuracy`` asks for; None without either."""
     if loss is not None and accuracy is not None:
         raise ConfigError("--target and --target-accuracy exclude each other: a task has 1 target")
     if loss is not None:

@@ -1,9 +1,6 @@
 """What came of the runs: a row of numbers and a thinned curve each, kept as CSV files.
 
-``runs.csv`` has a row per run: its settings, what it cost in all, and what it cost until the loss
-stayed within each of `RESIDUALS` of the minimum. ``curves.csv`` has at most `CURVE_POINTS` rows per
-run that a figure shows, ``other-machines`` rows of the same runs made elsewhere, and
-``rounding.csv`` runs whose data differ in the last bit. Tables and figures need nothing else.
+``results/README.md`` says what is in them. Tables and figures need nothing else.
 """
 
 from __future__ import annotations
@@ -372,7 +369,6 @@ def count_runs(plan: Sequence[PlannedRun], outcomes: Sequence[Outcome]) -> dict[
 
 
 def keep(plan: Sequence[PlannedRun], scale: Scale, directory: Path) -> Results:
-    """Collect what is finished, with what made it, and write it down."""
     plan = adopt_devices(plan, directory)
     devices = sorted({run.config.device for run in plan})
     versions = {"aqg": __version__, "python": platform.python_version(), "numpy": np.__version__}

@@ -65,7 +65,6 @@ class PlannedRun(Job):
 
 
 def parse_sections(text: str | None) -> tuple[str, ...]:
-    """Return the sections that ``--only`` names; all without it."""
     if text is None:
         return SECTIONS
     chosen: set[str] = set()

@@ -25,14 +25,6 @@ from aqg.runs.files import write_atomically
 from aqg.runs.table import Table, format_bytes
 from aqg.studies.paper import plan
 from aqg.studies.paper.outcomes import CONVERGED, ROUNDING, Outcome, Results, keep, paired_ratios
-from aqg.studies.paper.plan import (
-    BLOCKS,
-    BY_SOURCE,
-    PAPER_RESIDUAL,
-    TABLE_2,
-    TABLE_RECIPES,
-    PaperRow,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +35,7 @@ LABELS = {
     "network-iid": "network, IID",
     "network-noniid": "network, non-IID",
 }
-SPLITS = {"iid": "IID", "label": "one digit per client", BY_SOURCE: "by source"}
+SPLITS = {"iid": "IID", "label": "one digit per client", plan.BY_SOURCE: "by source"}
 HEADER_2 = ("setting", "recipe", "rounds", "uploads", "bits/param", "saves", "uploaded", "seeds")
 
 
@@ -84,7 +76,7 @@ def beside(paper: int | None, ours: Sequence[float]) -> str:
 
 
 def is_comparable(results: Results) -> bool:
-    return bool(results.about["softmax_residual"] == PAPER_RESIDUAL)
+    return bool(results.about["softmax_residual"] == plan.PAPER_RESIDUAL)
 
 
 def all_tables(results: Results) -> list[Table]:
@@ -97,8 +89,8 @@ def rows_of_table_2(
     results: Results,
 ) -> Iterator[tuple[str, list[Outcome], str, tuple[str, ...], str]]:
     """Yield setting, our runs, what the paper saves, its counts beside ours, and our bytes."""
-    paper = {(row.setting, row.recipe): row for row in TABLE_2}
-    for setting, recipe in product(BLOCKS, TABLE_RECIPES):
+    paper = {(row.setting, row.recipe): row for row in plan.TABLE_2}
+    for setting, recipe in product(plan.BLOCKS, plan.TABLE_RECIPES):
         if ours := results.of_setting(setting, recipe):
             has_paper = is_comparable(results) or setting.startswith("logistic")
             row = paper.get((setting, recipe)) if has_paper else None
@@ -211,7 +203,9 @@ def all_figures(results: Results) -> dict[str, bytes]:
             figures[name] = _figure(results, shown, *about)
 
     reading = results.reading
-    for number, (setting, (section, partition)) in zip((5, 7, 6, 8), BLOCKS.items(), strict=True):
+    for number, (setting, (section, partition)) in zip(
+        (5, 7, 6, 8), plan.BLOCKS.items(), strict=True
+    ):
         runs = results.select(section=section, partition=partition)
         title, paper = f"MNIST, 784→10 softmax, {SPLITS[partition]}", []
         if section == "logistic" and reading is not None:
@@ -219,9 +213,9 @@ def all_figures(results: Results) -> dict[str, bytes]:
             model = f"logistic regression, {reading[0]} loss, α = {reading[1]:g}"
             title = f"{model}, {SPLITS[partition]}"
         elif is_comparable(results):
-            paper = [row for row in TABLE_2 if row.setting == setting]
+            paper = [row for row in plan.TABLE_2 if row.setting == setting]
         name, panels = f"figure-{number}-{setting}", {"loss − minimum": runs}
-        draw(name, panels, TABLE_RECIPES, title, None, paper)
+        draw(name, panels, plan.TABLE_RECIPES, title, None, paper)
     for partition, suffix in (("iid", "iid"), ("label", "noniid")):
         runs = results.select(section="dropouts", partition=partition)
         title = f"MNIST, 784→10 softmax with dropouts, {SPLITS[partition]}"
@@ -243,7 +237,7 @@ def _figure(
     recipes: Sequence[str],
     title: str,
     limits: tuple[float, float] | None = None,
-    paper: Sequence[PaperRow] = (),
+    paper: Sequence[plan.PaperRow] = (),
 ) -> bytes:
     """Draw a row of panels for each label; ``paper`` has counts to mark."""
     figure = new_figure(11, 0.7 + 3.1 * len(panels))
@@ -327,7 +321,6 @@ def _png(figure: Any) -> bytes:
 
 
 def keep_results(runs: Sequence[plan.PlannedRun], scale: plan.Scale, directory: Path) -> Results:
-    """Write the results, the tables as Markdown and, with matplotlib, the figures as PNG."""
     results = keep(runs, scale, directory)
     text = "\n".join(table.to_markdown() for table in all_tables(results))
     write_atomically(directory / TABLES, text.encode())
