@@ -34,8 +34,8 @@ import numpy as np
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
+from aqg.protocol.messages import ClientMirror, answer, find_base, fingerprint
+from aqg.protocol.server import MirrorBook
 from aqg.runs.table import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

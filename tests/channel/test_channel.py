@@ -11,7 +11,7 @@ from aqg.channel.client import Memory, OutOfReachError, receive, reply_to
 from aqg.channel.server import Channel
 from aqg.channel.settings import Settings, make_settings
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.follower import CONTENT_EVERY, LostError
+from aqg.protocol.log import CONTENT_EVERY, LostError
 from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
 from aqg.protocol.store import MemoryVault
 from aqg.wire.entry import MERGED_MARK

@@ -19,8 +19,7 @@ from aqg.core.round import init_client, init_clients, respond
 from aqg.core.server import Step, broadcast, init_server, publish_round, take_message
 from aqg.core.step_sizes import resolve_step
 from aqg.sim.engine import FastSimulation
-from aqg.sim.late import make_late
-from aqg.sim.training import LocalTraining, Training
+from aqg.sim.training import LocalTraining, Training, make_late
 from aqg.wire import encode
 
 from tests.problems import crossed, tiny_problem

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import aqg
-from aqg.core.arrays import to_arrays
 from aqg.core.grids import Grid
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.recipes import RECIPES, make_recipe
 from aqg.core.round import respond
 from aqg.core.server import take_message
+from aqg.core.types import to_arrays
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.exchange import broadcast, client_step, finish_round, init_client, init_server, receive
 

@@ -11,11 +11,12 @@ from aqg.core.grids import (
     MIN_STEP,
     Grid,
     is_valid_step,
+    measure,
     num_levels,
+    quantize,
     round_up_to_bfloat16,
     value_table,
 )
-from aqg.core.kernels import measure, quantize
 
 WIDTHS = st.integers(1, 16)
 

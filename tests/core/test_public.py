@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.arrays import from_arrays, to_arrays
-from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
+from aqg.core.downlink import (
+    PRIME,
+    Condensed,
+    Entry,
+    Exact,
+    Full,
+    advance,
+    init_public,
+    linear_digest,
+    public_digest,
+    resolve_downlink,
+)
 from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
 from aqg.core.messages import Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
-from aqg.core.public import PRIME, Entry, advance, init_public, linear_digest
 from aqg.core.quantizers import Request
 from aqg.core.recipes import make_recipe
 from aqg.core.server import (
@@ -27,8 +36,8 @@ from aqg.core.server import (
     take_step,
 )
 from aqg.core.space import NumpySpace
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import WireError
-from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire.entry import (
     Merger,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aqg.core.kernels import Innovation
+from aqg.core.grids import Innovation
 from aqg.core.policies import (
     Always,
     Case,

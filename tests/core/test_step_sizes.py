@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.grids import round_up_to_bfloat16
 from aqg.core.optimizers import SGD, Momentum
 from aqg.core.quantizers import Request
@@ -14,6 +13,7 @@ from aqg.core.recipes import make_recipe
 from aqg.core.server import Model, Step, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
 from aqg.core.step_sizes import DistanceOverGradients, Fixed, resolve_step
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import ConfigError
 
 SPACE = NumpySpace()

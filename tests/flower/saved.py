@@ -5,7 +5,7 @@ import numpy as np
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import resolve_downlink
 from aqg.core.server import Step
-from aqg.protocol.book import book_from_arrays
+from aqg.protocol.server import book_from_arrays
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 
 

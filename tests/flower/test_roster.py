@@ -15,7 +15,7 @@ from flwr.superlink.grid import http_grid
 
 import aqg.flower
 from aqg.flower.private import bounded_pulls
-from aqg.flower.roster import Roster
+from aqg.flower.rounds import Roster
 
 
 def test_nodes_take_indices_in_order_and_keep_them():

@@ -16,16 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import Exact
+from aqg.core.downlink import Exact, Public
 from aqg.core.optimizers import make_optimizer
-from aqg.core.public import Public
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed
 from aqg.core.types import FloatArray
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
-from aqg.protocol.log import Publisher
-from aqg.protocol.mirrors import (
+from aqg.protocol.log import LostError, Publisher, Terms, follow, holding_of
+from aqg.protocol.messages import (
     ClientMirror,
     answer,
     find_base,
@@ -33,6 +30,7 @@ from aqg.protocol.mirrors import (
     lost_reply,
     stale_reply,
 )
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log
 
 ROUND_SECONDS = 10.0

@@ -8,24 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg import make_recipe
-from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact
 from aqg.core.optimizers import make_optimizer
 from aqg.core.round import init_client, respond
 from aqg.core.server import Step, take_message
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import RunError, WireError
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import (
+from aqg.protocol.log import (
     STATE_DIGEST_BYTES,
+    LogState,
     LostError,
+    ModelLog,
     Parcel,
+    Publisher,
     Terms,
     first_held,
     follow,
     holding_of,
     public_digest,
 )
-from aqg.protocol.log import LogState, ModelLog, Publisher
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log, log_overhead, log_rounds, log_since
 
 SIZE = 400

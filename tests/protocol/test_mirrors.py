@@ -11,11 +11,16 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, first_held, follow
-from aqg.protocol.log import Publisher
-from aqg.protocol.messages import order_from_bytes, to_bytes
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, max_frame_bytes
+from aqg.protocol.log import LostError, Publisher, first_held, follow
+from aqg.protocol.messages import (
+    ClientMirror,
+    answer,
+    find_base,
+    max_frame_bytes,
+    order_from_bytes,
+    to_bytes,
+)
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
 from tests.protocol.schedules import Rates, World, same, terms_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
+from aqg.core.downlink import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.protocol.messages import Order, Reply, to_bytes
 from aqg.runs.config import resolve
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES

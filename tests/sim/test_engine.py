@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aqg.core.grids import Grid, round_up_to_bfloat16
-from aqg.core.kernels import measure
+from aqg.core.grids import Grid, measure, round_up_to_bfloat16
 from aqg.core.recipes import make_recipe
 from aqg.core.space import _PIECE_BYTES, num_threads
 from aqg.errors import ConfigError

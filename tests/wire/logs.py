@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from aqg.core.downlink import Entry, advance, init_public
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Change

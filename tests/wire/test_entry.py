@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from aqg.core.downlink import Entry, advance, init_public
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipes import make_recipe
 from aqg.errors import MessageError, WireError
 from aqg.wire.entry import (

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from aqg.core.public import Entry, advance
+from aqg.core.downlink import Entry, advance
 from aqg.errors import MessageError, WireError
 from aqg.protocol.messages import Order, Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 from aqg.wire import context, decode

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy, decode_first
 from aqg.channel.server import FORGETTING, MOVING, OPEN
 from aqg.channel.tensors import (
     Kind,
+    PublicCopy,
     Schema,
     Tensor,
     Values,
+    decode_first,
     decode_kept,
     encode_kept,
     give_back,
@@ -35,29 +36,27 @@ from aqg.channel.tensors import (
     placed,
     vector_dtype,
 )
+from aqg.core.downlink import DIGEST_BYTES, xor
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import AqgError, MessageError, RunError, WireError
 from aqg.objectives.layout import TensorSpec
 from aqg.protocol.client import agree, intact_base, log_reply, short
-from aqg.protocol.digests import DIGEST_BYTES, xor
-from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
+from aqg.protocol.log import Holding, LostError, Parcel, Terms, follow
 from aqg.protocol.messages import (
+    Base,
     Order,
     Reply,
-    UnknownTermsError,
-    order_from_bytes,
-    terms_of_run,
-    to_bytes,
-)
-from aqg.protocol.mirrors import (
-    Base,
     Snapshot,
+    UnknownTermsError,
     answer,
     fingerprint,
     idle_reply,
     lost_reply,
+    order_from_bytes,
     stale_reply,
+    terms_of_run,
+    to_bytes,
 )
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError

@@ -19,17 +19,19 @@ from weakref import WeakSet
 
 import numpy as np
 
-from aqg.channel.copies import First, PublicCopy, choose_way
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     PIECE,
+    First,
     Kind,
     Kinds,
+    PublicCopy,
     Schema,
     Tensor,
     Update,
     Values,
     as_received,
+    choose_way,
     decode_kept,
     encode_kept,
     flatten,
@@ -42,10 +44,9 @@ from aqg.channel.tensors import (
     vector_dtype,
 )
 from aqg.core.auto import first_budget
-from aqg.core.downlink import Condensed, rounded_up
+from aqg.core.downlink import Condensed, Entry, Public, advance, rounded_up
 from aqg.core.grids import value_table
 from aqg.core.messages import AnyUpload, Message, Skip, Upload, energy_of, num_nonzero
-from aqg.core.public import Entry, Public, advance
 from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import Peer, on_grid
@@ -54,10 +55,17 @@ from aqg.core.track import Flow, correct
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError, MessageError
 from aqg.objectives.layout import TensorSpec
-from aqg.protocol.follower import LostError
-from aqg.protocol.log import ModelLog
-from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
-from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
+from aqg.protocol.log import LostError, ModelLog
+from aqg.protocol.messages import (
+    Order,
+    Reply,
+    fingerprint,
+    first_peer,
+    reply_from_bytes,
+    take_reply,
+    to_bytes,
+    update_of,
+)
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 OPEN, MOVING, FORGETTING = 1, 2, 4

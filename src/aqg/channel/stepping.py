@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
-from aqg.channel.tensors import Kind, Kinds, Tensor, Values, unflatten
-from aqg.core.downlink import Full
-from aqg.core.public import lies_on_grid, mark_after
+from aqg.channel.tensors import Kind, Kinds, PublicCopy, Tensor, Values, tensor_digest, unflatten
+from aqg.core.downlink import Full, lies_on_grid, mark_after
 from aqg.core.server import Peer, Step
 from aqg.core.step_sizes import share_of_newest
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
-from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.protocol.log import ModelLog
+from aqg.protocol.server import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 

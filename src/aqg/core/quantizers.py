@@ -14,11 +14,13 @@ from aqg.core.grids import (
     MAX_WIDTH,
     MIN_STEP,
     Grid,
+    Innovation,
     level_dtype,
+    measure,
+    quantize,
     round_up_to_bfloat16,
     value_table,
 )
-from aqg.core.kernels import Innovation, measure, quantize
 from aqg.core.messages import (
     LONGEST_BLOCK,
     AnyUpload,

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.grids import MAX_RADIUS, Grid, affine
-from aqg.core.kernels import Innovation, measure, move_mirror
+from aqg.core.grids import MAX_RADIUS, Grid, Innovation, affine, measure, move_mirror
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.quantizers import Quantizer
 from aqg.core.track import Memory, advance

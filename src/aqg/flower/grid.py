@@ -43,7 +43,7 @@ from aqg.flower.envelope import (
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, kind_of, name_message, replies_to
-from aqg.protocol.follower import LostError
+from aqg.protocol.log import LostError
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
 from aqg.flower.envelope import EVALUATED, TRAINED, logger
-from aqg.flower.memory import BY_PARTITION
-from aqg.flower.roster import Roster
+from aqg.flower.mod import BY_PARTITION
+from aqg.flower.rounds import Roster
 from aqg.flower.settings import Settings
 from aqg.objectives.metrics import METRICS
-from aqg.protocol.book import check_book
+from aqg.protocol.server import check_book
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.runs.cost import DOWNLOADS, UPLOADS, ClientBytes
 from aqg.runs.directory import (

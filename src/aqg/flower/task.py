@@ -316,7 +316,7 @@ def make_client_app(
         recipe: in place of the one that the server names; the server must have an equal one.
         mods: of Flower, around every handler.
 
-    The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
+    The client's memory is on disk, where `aqg.flower.mod.state_directory` says, and survives the
     node's process; a client that has lost it starts again from zero. At the start of a run,
     memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
     """

@@ -14,30 +14,28 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.core.downlink import start_digest
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
-from aqg.protocol.digests import start_digest
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
+from aqg.protocol.log import LostError, Terms, follow, holding_of
 from aqg.protocol.messages import (
-    Order,
-    Reply,
-    UnknownTermsError,
-    order_from_bytes,
-    terms_of_run,
-    to_bytes,
-)
-from aqg.protocol.mirrors import (
     EPOCH_DRAWS,
     NO_LAYOUT,
     Base,
     ClientMirror,
+    Order,
+    Reply,
+    UnknownTermsError,
     answer,
     find_base,
     fingerprint,
     lost_reply,
+    order_from_bytes,
     stale_reply,
+    terms_of_run,
+    to_bytes,
 )
 from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, Vault, write_atomically
 

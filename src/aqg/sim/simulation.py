@@ -9,23 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.arrays import from_arrays, map_arrays, to_arrays
-from aqg.core.downlink import Full
-from aqg.core.public import Entry, lies_on_grid
+from aqg.core.downlink import Entry, Full, lies_on_grid
 from aqg.core.recipe import Recipe
 from aqg.core.round import Clients, init_clients
 from aqg.core.server import Model, init_model
 from aqg.core.space import Array, NumpySpace
 from aqg.core.stages import level_factors
 from aqg.core.track import Track
-from aqg.core.types import Float64Array, FloatArray, IntArray
+from aqg.core.types import Float64Array, FloatArray, IntArray, from_arrays, map_arrays, to_arrays
 from aqg.errors import RunError
 from aqg.protocol.log import Delivery, LogState, ReadLog
-from aqg.sim.late import Closed, Pending, Replies, Reply, check_late
 from aqg.sim.problem import Problem
 from aqg.sim.record import RoundRecord, full_download_bytes
 from aqg.sim.statistics import make_statistics
-from aqg.sim.training import Dropout, Training
+from aqg.sim.training import Closed, Dropout, Pending, Replies, Reply, Training, check_late
 from aqg.wire import Known
 from aqg.wire.entry import encode_entry
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.quantizers import Verbatim
 from aqg.core.recipe import Recipe
-from aqg.core.types import BoolArray, Float64Array, IntArray
+from aqg.core.types import BoolArray, Float64Array, IntArray, from_arrays, to_arrays
 from aqg.errors import GradientError
 from aqg.objectives.layout import Buffers
 from aqg.objectives.statistics import SharedStatistics, describe_change
