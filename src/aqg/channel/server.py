@@ -55,17 +55,8 @@ from aqg.core.track import Flow, correct
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError, MessageError
 from aqg.objectives.layout import TensorSpec
+from aqg.protocol import messages
 from aqg.protocol.log import LostError, ModelLog
-from aqg.protocol.messages import (
-    Order,
-    Reply,
-    fingerprint,
-    first_peer,
-    reply_from_bytes,
-    take_reply,
-    to_bytes,
-    update_of,
-)
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 OPEN, MOVING, FORGETTING = 1, 2, 4
@@ -124,7 +115,7 @@ class Taken(NamedTuple):
     peer: Peer | None
     message: Message  # what was sent
     update: Update  # what it stands for; of no values where nothing was compressed
-    reply: Reply  # as it came
+    reply: messages.Reply  # as it came
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -270,10 +261,10 @@ class Channel:
         stamp = self._peer(place, copy.layout).held.stamp
         names = ("recipe", "bits", "max_staleness", "seed", "updates")
         terms = size, dtype, settings.seed, self.schema.fingerprint
-        order = Order(
+        order = messages.Order(
             **{name: getattr(settings, name) for name in names},
             run=self.run,
-            fingerprint=fingerprint(self._recipe, *terms),
+            fingerprint=messages.fingerprint(self._recipe, *terms),
             num_params=size,
             dtype=dtype,
             incarnation=self.incarnation,
@@ -291,7 +282,7 @@ class Channel:
             noise=self._noise,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
-        return to_bytes(order, order if is_informed else None), is_full
+        return messages.to_bytes(order, order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
         """Return under which number a node is remembered."""
@@ -377,7 +368,7 @@ class Channel:
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
         place = self._place(node)
-        reply = reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
+        reply = messages.reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -410,8 +401,10 @@ class Channel:
                 raise MessageError("it sent a frame for no tensors")
             nothing = Update(np.zeros(0, np.float32), dtype)
             return Taken(self, node, phase, layout, kept, None, Skip(), nothing, reply)
-        peer, message = take_reply(self._recipe, self._peer(place, layout), reply, size, dtype)
-        update = Update(update_of(self._recipe, peer, message, size), dtype)
+        peer, message = messages.take_reply(
+            self._recipe, self._peer(place, layout), reply, size, dtype
+        )
+        update = Update(messages.update_of(self._recipe, peer, message, size), dtype)
         return Taken(self, node, phase, layout, kept, peer, message, update, reply)
 
     def commit(self, taken: Taken) -> None:
@@ -461,7 +454,7 @@ class Channel:
             return known[1]
         vector = self.schema.vector_of(layout)
         if vector not in self._zero:  # all that have no mirror yet share one of zeros
-            self._zero = {vector: first_peer(self._recipe, *vector)}
+            self._zero = {vector: messages.first_peer(self._recipe, *vector)}
         return self._zero[vector]
 
     def _next_layout(self) -> bytes | None:

@@ -147,11 +147,7 @@ _ALL = Recipe(policy=Always(_ALL_WIDTH), quantizer=GridQuantizer(Grid.MIDTREAD, 
 
 
 def make_downlink(spec: str) -> Downlink:
-    """Make a downlink from its name and options.
-
-    >>> make_downlink("condensed:tolerance=0.03")
-    Condensed(tolerance=0.03, ratio=1.0, bits=6, keep=0.0, away=0.0)
-    """
+    """Make a downlink from its name and options."""
     return make_named("downlink", spec, DOWNLINKS, also=(AUTO,))
 
 

@@ -58,11 +58,7 @@ class Affine(NamedTuple):
 
 
 def num_levels(grid: Grid, width: int) -> int:
-    """Count the levels of ``grid`` at ``width`` bits.
-
-    >>> num_levels(Grid.MIDRISE, 4), num_levels(Grid.MIDTREAD, 4), num_levels(Grid.MIDTREAD, 1)
-    (16, 15, 2)
-    """
+    """Count the levels of ``grid`` at ``width`` bits."""
     if grid is Grid.MIDRISE or width == 1:
         return 1 << width
     return (1 << width) - 1
@@ -170,12 +166,6 @@ def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
     """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
 
     Where a row has NaN, infinity or a value above `MAX_RADIUS`, steps are zero and sums NaN.
-
-    >>> stats = measure(np.array([1.0, -0.5, 0.25]), Grid.MIDTREAD, max_width=3)
-    >>> stats.squared_norm.item(), stats.steps.tolist()
-    (1.3125, [0.5859375, 1.0, 0.333984375])
-    >>> stats.errors.round(4).tolist()
-    [0.2917, 0.3125, 0.0346]
     """
     rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
     sums = np.empty((len(rows), 3 + 2 * max_width))

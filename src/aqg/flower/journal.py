@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
 from aqg.flower.envelope import EVALUATED, TRAINED, logger
 from aqg.flower.mod import BY_PARTITION
-from aqg.flower.rounds import Roster
-from aqg.flower.settings import Settings
 from aqg.objectives.metrics import METRICS
 from aqg.protocol.server import check_book
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
@@ -45,6 +43,10 @@ from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
 from aqg.settings import CommonSettings, table
 from aqg.sim.record import DROPPED
+
+if TYPE_CHECKING:
+    from aqg.flower.rounds import Roster
+    from aqg.flower.strategy import Settings
 
 _FORMAT = 7
 LOSS = "loss"

@@ -279,7 +279,7 @@ def _say_once(message: Message, context: Context) -> None:
 
 
 def _tensors(given: object) -> Values:
-    from aqg.flower.models import is_module, values_in
+    from aqg.flower.task import is_module, values_in
     from aqg.weights import as_numpy
 
     if isinstance(given, ArrayRecord):

@@ -46,15 +46,16 @@ from aqg.flower.envelope import (
 )
 from aqg.flower.grid import Checks, CompressedGrid
 from aqg.flower.journal import Incident, Journal, RoundReport
-from aqg.flower.models import ServerModel
 from aqg.flower.private import bounded_pulls, pauses
-from aqg.flower.settings import Settings
+from aqg.flower.task import ServerModel
 from aqg.protocol.messages import fingerprint
 from aqg.runs.directory import Line
 from aqg.runs.stopping import has_diverged
 from aqg.sim.record import DROPPED, RoundRecord
 
 if TYPE_CHECKING:
+    from aqg.flower.strategy import Settings
+
     Measure = Callable[[int, Values], float | Mapping[str, Any] | None]
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core import server
 from aqg.core.downlink import (
     DIGEST_BYTES,
     Downlink,
@@ -33,37 +34,12 @@ from aqg.core.messages import Message, Skip
 from aqg.core.optimizers import make_optimizer
 from aqg.core.recipe import Recipe, kind_of_updates, require_memory
 from aqg.core.recipes import make_recipe
-from aqg.core.server import (
-    Model,
-    Peer,
-    ServerState,
-    Step,
-    check_client,
-    forget,
-    init_server,
-    join_server,
-    publish_round,
-    take_message,
-)
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.core.track import Track, init_mirrors
 from aqg.core.types import Float64Array, FloatArray, from_arrays, is_number, is_whole, to_arrays
 from aqg.errors import ConfigError, MessageError, RunError, WireError
+from aqg.protocol import messages
 from aqg.protocol.log import LogState, Publisher, initial_state
-from aqg.protocol.messages import (
-    NO_TERMS,
-    Held,
-    Order,
-    Reply,
-    Stamp,
-    content_digest,
-    fingerprint,
-    first_peer,
-    max_frame_bytes,
-    reply_from_bytes,
-    take_reply,
-    to_bytes,
-)
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.start import require_way, settle
 
@@ -76,18 +52,18 @@ class MirrorBook:
     """
 
     recipe: Recipe
-    state: ServerState  # the model, all mirrors, and what is `Held` beside each
+    state: server.ServerState  # the model, all mirrors, and what is `Held` beside each
     weights: Float64Array  # ``w_m``
-    how: Step  # how the server steps, and how the model is published
+    how: server.Step  # how the server steps, and how the model is published
     publisher: Publisher | None = None  # keeps its log; None where clients receive the whole model
 
     @classmethod
     def first(
-        cls, recipe: Recipe, parameters: FloatArray, weights: Float64Array, how: Step
+        cls, recipe: Recipe, parameters: FloatArray, weights: Float64Array, how: server.Step
     ) -> Self:
         """Return the book before the first round, with every ``ref_m`` zero."""
-        held = first_peer(recipe, len(parameters), str(parameters.dtype)).held
-        state = init_server(recipe, parameters, len(weights), how, held)
+        held = messages.first_peer(recipe, len(parameters), str(parameters.dtype)).held
+        state = server.init_server(recipe, parameters, len(weights), how, held)
         publisher = None
         if not isinstance(how.downlink, Full):
             log = initial_state(state.public, len(weights))
@@ -103,20 +79,20 @@ class MirrorBook:
         return self.state.parameters
 
     @property
-    def entries(self) -> list[Held]:
+    def entries(self) -> list[messages.Held]:
         return [peer.held for peer in self.state.peers]
 
     @property
     def public(self) -> Public:
         return self.state.public
 
-    def order(self, client: int, **terms: Any) -> Order:
+    def order(self, client: int, **terms: Any) -> messages.Order:
         """Return what a client is to be sent; ``terms`` are what the book does not know."""
         stamp = self.state.peers[client].held.stamp
         if self.publisher is not None:
             parcel = self.publisher.parcel(client, self.public)
             terms |= {"public": parcel.digest, "log": parcel.log, "snapshot": parcel.snapshot}
-        return Order(
+        return messages.Order(
             num_params=len(self.parameters),
             dtype=str(self.parameters.dtype),
             round=self.round,
@@ -127,7 +103,7 @@ class MirrorBook:
             **terms,
         )
 
-    def note_holding(self, client: int, reply: Reply) -> None:
+    def note_holding(self, client: int, reply: messages.Reply) -> None:
         """Take note of the model that a client holds, by its reply to an order of this round."""
         if self.publisher is None or reply.round != self.round:
             return
@@ -136,7 +112,7 @@ class MirrorBook:
         elif reply.held_round == self.round:
             self.publisher.followed(client)
 
-    def accept(self, client: int, reply: Reply, incarnation: int) -> Message | str:
+    def accept(self, client: int, reply: messages.Reply, incarnation: int) -> Message | str:
         """Take client ``m``'s reply to this round's order and return its message, or why not."""
         params = self.parameters
         try:
@@ -146,18 +122,20 @@ class MirrorBook:
                     f"not to round {self.round} of {incarnation}"
                 )
             before = self.state.peers[client]
-            peer, message = take_reply(self.recipe, before, reply, len(params), str(params.dtype))
+            peer, message = messages.take_reply(
+                self.recipe, before, reply, len(params), str(params.dtype)
+            )
             self.take(client, peer, message, reply.restarted)
         except (MessageError, WireError) as error:
             return str(error)
         return message
 
-    def take(self, client: int, peer: Peer, message: Message, restarted: bool) -> None:
+    def take(self, client: int, peer: server.Peer, message: Message, restarted: bool) -> None:
         """Take in what `take_reply` returned for a client's reply."""
         state, weight = self.state, float(self.weights[client])
         if restarted:
-            state = forget(self.recipe, state, client, weight)
-        state = take_message(self.recipe, state, client, message, weight)
+            state = server.forget(self.recipe, state, client, weight)
+        state = server.take_message(self.recipe, state, client, message, weight)
         taken = state.peers[client]
         last_upload = taken.held.last_upload if isinstance(message, Skip) else self.round
         taken = taken._replace(held=peer.held._replace(last_upload=last_upload))
@@ -177,7 +155,7 @@ class MirrorBook:
     def step(self) -> Entry:
         """Take ``θ^{k+1} = θ^k - α Σ_m ref_m`` and go to the next round."""
         before = self.public
-        self.state, entry = publish_round(self.recipe, self.state, self.how)
+        self.state, entry = server.publish_round(self.recipe, self.state, self.how)
         self._publish(entry, before)
         return entry
 
@@ -228,17 +206,17 @@ def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
 
 
 def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: Step, start: FloatArray | None
+    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: server.Step, start: FloatArray | None
 ) -> MirrorBook:
     """Return the book that `book_to_arrays` wrote; ``start`` is the model that clients have."""
-    model = from_arrays(Model, arrays)
+    model = from_arrays(server.Model, arrays)
     zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
     mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
     columns = ("epochs", "uploads", "digests", "lineages", "last_uploads")
     peers = []
     for client, row in enumerate(zip(*(arrays[name] for name in columns), strict=True)):
         epoch, uploads, digest, lineage, last_upload = row
-        stamp = Stamp(int(epoch), int(uploads), digest.tobytes())
+        stamp = messages.Stamp(int(epoch), int(uploads), digest.tobytes())
         mirror, direction = mirrors.get(client), directions.get(client)
         track = Track(
             zero.position if mirror is None else mirror[None],
@@ -246,12 +224,14 @@ def book_from_arrays(
             zero.direction if direction is None else direction[None],
             np.array([client in mirrors or client in directions]),
         )
-        peers.append(Peer(track, held=Held(stamp, lineage.tobytes(), int(last_upload))))
+        peers.append(
+            server.Peer(track, held=messages.Held(stamp, lineage.tobytes(), int(last_upload)))
+        )
     publisher = None
     if not isinstance(how.downlink, Full) and "log/first" in arrays:
         merges = lies_on_grid(recipe, how.downlink)
         publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
-    return MirrorBook(recipe, join_server(model, peers), arrays["weights"], how, publisher)
+    return MirrorBook(recipe, server.join_server(model, peers), arrays["weights"], how, publisher)
 
 
 def check_book(book: MirrorBook, file: Path) -> None:
@@ -260,7 +240,7 @@ def check_book(book: MirrorBook, file: Path) -> None:
     for client, peer in enumerate(book.state.peers):
         lineage, is_held = peer.held.lineage, peer.track.is_held[0]
         digest = None if is_held else zeros.get(lineage)
-        digest = digest or content_digest(lineage, peer.track)
+        digest = digest or messages.content_digest(lineage, peer.track)
         if not is_held:
             zeros[lineage] = digest
         if digest != peer.held.stamp.digest:
@@ -392,7 +372,7 @@ class ServerSession:
         if step == "auto" and step_size is not None:
             step = "fixed"
         made = make_optimizer(optimizer)
-        self._step = Step(
+        self._step = server.Step(
             self.step_size,
             sampled=sampled,
             optimizer=made,
@@ -405,7 +385,7 @@ class ServerSession:
         self._shares_start = start == "digest"
         self._path = None if path is None else Path(path)
         given = _weights(weights, num_clients)
-        self._fingerprint = fingerprint(self.recipe, len(first), str(first.dtype), seed)
+        self._fingerprint = messages.fingerprint(self.recipe, len(first), str(first.dtype), seed)
         self._run, self._incarnation = secrets.token_hex(8), 1
         self._book = self._restored() or self._first(first, given)
         self._answered: set[int] = set()
@@ -439,35 +419,35 @@ class ServerSession:
 
     def order(self, client: int) -> bytes:
         """Return what a client is to be sent in this round; it can be sent more than once."""
-        check_client(self._book.state, client)
+        server.check_client(self._book.state, client)
         run = {"run": self._run, "incarnation": self._incarnation}
         order = self._book.order(client, fingerprint=self._fingerprint, **run, **self._terms)
         order = replace(order, movement=0.0)  # clients have it from the log
-        return to_bytes(order, order if client in self._informed else None)
+        return messages.to_bytes(order, order if client in self._informed else None)
 
     def take(self, client: int, reply: object) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
 
         The sum of a round is the same to the last bit only if replies are taken in the same order.
         """
-        check_client(self._book.state, client)
+        server.check_client(self._book.state, client)
         if not isinstance(reply, bytes | bytearray | memoryview):
             kind = type(reply).__name__
             return Receipt(False, problem=f"the reply is {kind}; it must be bytes")
         reply = bytes(reply)
-        most = max_frame_bytes(len(self.parameters)) + _HEAD_BYTES
+        most = messages.max_frame_bytes(len(self.parameters)) + _HEAD_BYTES
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
         try:
-            read = reply_from_bytes(reply, self._book.state.peers[client].held.stamp)
+            read = messages.reply_from_bytes(reply, self._book.state.peers[client].held.stamp)
         except (WireError, MessageError) as error:
             return Receipt(False, problem=str(error))
         if read.stale:
             return Receipt(False, problem="the client has answered a later order already")
-        if read.lost == NO_TERMS:
+        if read.lost == messages.NO_TERMS:
             self._informed.discard(client)
         if (read.incarnation, read.round) == (self._incarnation, self.round):
-            if read.lost != NO_TERMS and not self._forgets:
+            if read.lost != messages.NO_TERMS and not self._forgets:
                 self._informed.add(client)
             if client in self._answered:
                 problem = f"client {client} was taken in round {self.round} already"
