@@ -5,7 +5,7 @@ from dataclasses import replace
 from flwr.app import ConfigRecord
 
 from aqg.errors import AqgError
-from aqg.flower.envelope import RECORD, Envelope, pack
+from aqg.flower.envelope import RECORD, Envelope
 from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
 
 KNOWN = {}
@@ -50,7 +50,7 @@ def put(message, part, place=0):
     places = [k for k, (*_, found) in enumerate(envelope.records) if isinstance(found, bytes)]
     name, kind, _ = envelope.records[places[place]]
     envelope.records[places[place]] = name, kind, part
-    message.content[RECORD] = pack(envelope)
+    message.content[RECORD] = envelope.pack()
 
 
 def change_reply(message, **fields):
@@ -74,4 +74,4 @@ def change_metrics(message, **metrics):
     for name, kind, values in envelope.records:
         if name == "metrics" and kind == "m":
             values.update(metrics)
-    message.content[RECORD] = pack(envelope)
+    message.content[RECORD] = envelope.pack()

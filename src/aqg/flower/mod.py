@@ -28,23 +28,14 @@ from aqg.channel.tensors import Values
 from aqg.core.recipe import Recipe
 from aqg.errors import AqgError, ConfigError, MessageError, RunError
 from aqg.flower.envelope import (
-    BESIDE,
-    COMPRESSED,
-    ENDED,
-    FULL,
-    HELLO,
-    ON_DISK,
     RECORD,
     Envelope,
-    answer,
     is_readable,
     logger,
     loss_in,
     numbers_in,
-    pack,
     record_of,
     refusal,
-    unpack,
     values_of,
 )
 from aqg.protocol.store import DirectoryVault, Vault, forget_old_runs
@@ -221,30 +212,30 @@ def make_mod(
             _say_once(message, context)
             return call_next(message, context)
         try:
-            envelope = unpack(message.content)
+            envelope = Envelope.unpack(message.content)
             kinds = {kind for _, kind, _ in envelope.records}
-            if HELLO in kinds:
+            if Envelope.HELLO in kinds:
                 partition = partition_of(context)
-                said = Envelope([(str(-1 if partition is None else partition), HELLO, None)])
-                return answer(message, said)
+                said = str(-1 if partition is None else partition)
+                return Envelope([(said, Envelope.HELLO, None)]).reply_to(message)
             memory = NodeMemory(context, directory)
-            if ENDED in kinds:
+            if Envelope.ENDED in kinds:
                 for run, kind, _ in envelope.records:
-                    if kind == ENDED:
+                    if kind == Envelope.ENDED:
                         memory.forget(run)
-                return answer(message, Envelope())
+                return Envelope().reply_to(message)
             own = (lambda: None) if start is None else (lambda: _tensors(start(context)))
             models = _receive(message, envelope, memory, recipe, own)
         except AqgError as error:
             return refusal(message, error)
         if isinstance(models, Envelope):  # what the server must know before anything can be done
-            return answer(message, models)
+            return models.reply_to(message)
         if tells_order:
             model = next(iter(models.values()))
             order, policy = model.order, model.beside().policy if model.is_stepping else ""
             told = {"seed": order.seed, "client": order.client, "round": order.round}
             message.content[ORDER] = ConfigRecord({**told, "statistics": policy})
-        is_first = FULL in kinds or any(model.order.first for model in models.values())
+        is_first = Envelope.FULL in kinds or any(model.order.first for model in models.values())
         is_held = not all(model.is_forgotten for model in models.values())
         del envelope
         started = time.perf_counter()
@@ -255,8 +246,8 @@ def make_mod(
         try:
             envelope = _pack_reply(reply, models, memory, time.perf_counter() - started)
             if is_first and is_held and memory.directory is not None:
-                envelope.add("", ON_DISK)
-            reply.content[RECORD] = pack(envelope)
+                envelope.add("", Envelope.ON_DISK)
+            reply.content[RECORD] = envelope.pack()
         except AqgError as error:
             return refusal(message, error)
         return reply
@@ -306,21 +297,22 @@ def _receive(
     content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {}
     lost = Envelope(says_version=False)
     for name, kind, given in envelope.records:
-        if kind in (COMPRESSED, FULL):
-            record = message.content.get(name) if kind == FULL else None
-            if kind == FULL and not (isinstance(record, ArrayRecord) and is_readable(record)):
+        if kind in Envelope.WITH_PART:
+            is_full = kind == Envelope.FULL
+            record = message.content.get(name) if is_full else None
+            if is_full and not (isinstance(record, ArrayRecord) and is_readable(record)):
                 raise MessageError(f"the message has no model {name!r} of NumPy arrays")
             whole = values_of(record) if isinstance(record, ArrayRecord) else None
             try:
                 model = receive(given, whole, memory, envelope.version, recipe, start)
             except OutOfReachError as error:
-                lost.add(name, COMPRESSED, error.reply)
+                lost.add(name, Envelope.COMPRESSED, error.reply)
                 continue
             if not isinstance(record, ArrayRecord) or model.is_completed:
                 record = record_of(model.values.items())
             content[name] = record
             models[name] = model._replace(values=values_of(record))
-        elif kind == BESIDE:
+        elif kind == Envelope.BESIDE:
             content[name] = message.content[name]
         else:
             content[name] = envelope.small(kind, given)
@@ -369,11 +361,11 @@ def _pack_reply(
                     loss=loss,
                     seconds=seconds,
                 )
-                envelope.add(answered, COMPRESSED, sent)
+                envelope.add(answered, Envelope.COMPRESSED, sent)
                 continue
             if model.is_stepping:
                 raise MessageError(difference)
-        envelope.add(name, BESIDE)
+        envelope.add(name, Envelope.BESIDE)
         packed[name] = record
     reply.content = RecordDict(packed)
     return envelope

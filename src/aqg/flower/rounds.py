@@ -31,17 +31,14 @@ from aqg.errors import AqgError, MessageError, RunError
 from aqg.flower.envelope import (
     EVALUATED,
     EXAMPLES,
-    HELLO,
     RECORD,
     Envelope,
     as_metrics,
     logger,
     loss_in,
     numbers_in,
-    pack,
     plain,
     record_of,
-    unpack,
     values_of,
 )
 from aqg.flower.grid import Checks, CompressedGrid
@@ -166,7 +163,7 @@ class Roster:
         nodes = [node for node in strangers if now >= self._asked.get(node, 0.0)]
         self._asked |= dict.fromkeys(nodes, now + patience)
         if nodes:
-            content = RecordDict({RECORD: pack(Envelope([("", HELLO, None)]))})
+            content = RecordDict({RECORD: Envelope([("", Envelope.HELLO, None)]).pack()})
             messages = [Message(content, n, "train", ttl=patience, group_id="0") for n in nodes]
             self._pending |= set(grid.push_messages(messages))
         if not self._pending:
@@ -179,8 +176,8 @@ class Roster:
             try:
                 if reply.has_error():
                     raise MessageError(plain(reply.error.reason or f"code {reply.error.code}"))
-                [(partition, kind, _)] = unpack(reply.content).records
-                if kind != HELLO:
+                [(partition, kind, _)] = Envelope.unpack(reply.content).records
+                if kind != Envelope.HELLO:
                     raise MessageError("the reply is no introduction")
                 self.introduce(node, int(partition))
             except (AqgError, ValueError) as error:
