@@ -27,12 +27,9 @@ from aqg.channel.tensors import (
     Tensor,
     Values,
     decode_first,
-    decode_kept,
-    encode_kept,
     give_back,
     is_finite,
     is_same,
-    kinds_of,
     placed,
     vector_dtype,
 )
@@ -243,7 +240,7 @@ def _follow(
         copy = held.with_layout(schema, layout)
         public = copy.public
     if order.statistics:
-        changed = decode_kept(order.statistics, schema)
+        changed = schema.decode(order.statistics)
         if unknown := sorted(set(changed) - set(copy.kept)):
             raise WireError(f"tensor {unknown[0]!r} is compressed; it does not come as it is")
         copy = copy.with_kept(changed)
@@ -279,7 +276,7 @@ def reply_to(
     """
     order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
     held = held._replace(values={})
-    kinds = kinds_of(schema)
+    kinds = schema.kinds()
     beside = held.beside()
     chosen = schema.chosen(order.layout[1:])
     inside = schema.names(order.layout[1:])
@@ -308,7 +305,7 @@ def reply_to(
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
-    beside_frame = layout + encode_kept(after, kept, schema, kinds) if kept else layout
+    beside_frame = layout + schema.encode(after, kept, kinds) if kept else layout
     if beside_frame == order.layout[1:]:
         beside_frame = b""
     update = _update(before, after, is_update, chosen) if chosen else None

@@ -32,12 +32,9 @@ from aqg.channel.tensors import (
     Values,
     as_received,
     choose_way,
-    decode_kept,
-    encode_kept,
     flatten,
     is_finite,
     is_same,
-    kinds_of,
     pieces,
     shifted,
     squared_norm,
@@ -173,7 +170,7 @@ class Channel:
         self.fault = ""
         self._settings = settings
         self._recipe = settings.make_recipe()
-        self._kinds = kinds or kinds_of(self.schema, settings.include, settings.exclude)
+        self._kinds = kinds or self.schema.kinds(settings.include, settings.exclude)
         self._values = self.schema.cast(values)
         self.odd = tuple(name for name, t in self._values.items() if not is_finite(t))
         self._kinds |= dict.fromkeys(self.odd, Kind.STILL)
@@ -304,7 +301,7 @@ class Channel:
 
     def _kept_since(self, position: int) -> bytes:
         names = [name for name, version in self._changed.items() if version > position]
-        return encode_kept(self._copy.kept, names, self.schema, self._kinds) if names else b""
+        return self.schema.encode(self._copy.kept, names, self._kinds) if names else b""
 
     @property
     def _noise(self) -> float:
@@ -387,7 +384,7 @@ class Channel:
         told = self.schema.names(phase.copy.layout)
         if inside != told and not (phase.is_open and inside < told):
             raise MessageError("it compressed other tensors than it was told to")
-        kept = decode_kept(rest, self.schema) if rest else {}
+        kept = self.schema.decode(rest) if rest else {}
         for name, tensor in kept.items():
             if name in inside:
                 raise MessageError(f"tensor {name!r} comes compressed and as it is")
@@ -508,8 +505,8 @@ class Channel:
         changed = [n for n in copy.kept if self._differs(n, self._values[n], copy.kept[n])]
         tensors: Values = self._values
         for _ in range(2 if changed else 0):  # what was read once is read the same ever after
-            kept = encode_kept(tensors, changed, self.schema, self._kinds)
-            tensors = decode_kept(kept, self.schema)
+            kept = self.schema.encode(tensors, changed, self._kinds)
+            tensors = self.schema.decode(kept)
         self._changed |= dict.fromkeys(changed, copy.version + 1)
         return copy.with_kept(tensors if changed else {})
 

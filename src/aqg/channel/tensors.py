@@ -122,26 +122,68 @@ class Schema:
         bits = [spec.name in wanted for spec in self.specs]
         return np.packbits(np.array(bits, np.bool_), bitorder="little").tobytes()
 
+    def kinds(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> dict[str, Kind]:
+        """Return how each tensor travels, by its type, its name, and patterns for names.
 
-def kinds_of(
-    schema: Schema, include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> dict[str, Kind]:
-    """Return how each tensor travels, by its type, its name, and patterns for names.
+        >>> values = {"conv.w": np.zeros((2, 2)), "bn.running_mean": np.zeros(2)}
+        >>> values |= {"bn.num_batches_tracked": np.zeros((), np.int64)}
+        >>> [kind.name for kind in Schema.of(values).kinds().values()]
+        ['VECTOR', 'HALF', 'STILL']
+        >>> values = {"base.w": np.zeros(2), "base.lora_A": np.zeros(2)}
+        >>> [kind.name for kind in Schema.of(values).kinds(["*.lora_*"]).values()]
+        ['EXACT', 'VECTOR']
+        """
+        layout = ModelLayout.of_arrays(self.rows(), include, exclude)
+        kinds = dict.fromkeys(self.places, Kind.EXACT)
+        kinds |= {spec.name: Kind.VECTOR for spec in layout.parameters}
+        tracked = dict(zip((*layout.statistics, *layout.counters), layout.tracked, strict=True))
+        kinds |= {spec.name: Kind.HALF for spec in layout.statistics if tracked[spec]}
+        return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
 
-    >>> values = {"conv.w": np.zeros((2, 2)), "bn.running_mean": np.zeros(2)}
-    >>> values |= {"bn.num_batches_tracked": np.zeros((), np.int64)}
-    >>> [kind.name for kind in kinds_of(Schema.of(values)).values()]
-    ['VECTOR', 'HALF', 'STILL']
-    >>> values = {"base.w": np.zeros(2), "base.lora_A": np.zeros(2)}
-    >>> [kind.name for kind in kinds_of(Schema.of(values), ["*.lora_*"]).values()]
-    ['EXACT', 'VECTOR']
-    """
-    layout = ModelLayout.of_arrays(schema.rows(), include, exclude)
-    kinds = dict.fromkeys(schema.places, Kind.EXACT)
-    kinds |= {spec.name: Kind.VECTOR for spec in layout.parameters}
-    tracked = dict(zip((*layout.statistics, *layout.counters), layout.tracked, strict=True))
-    kinds |= {spec.name: Kind.HALF for spec in layout.statistics if tracked[spec]}
-    return kinds | {spec.name: Kind.STILL for spec in layout.counters if tracked[spec]}
+    def encode(self, values: Values, names: Iterable[str], kinds: Kinds) -> bytes:
+        """Write kept tensors: how many are in half precision, how many not, which, and values.
+
+        Half-precision tensors that hold NaN or infinity are written as they are.
+        """
+        names = sorted(names, key=self.places.__getitem__)
+        halves = [n for n in names if kinds[n] is Kind.HALF and np.isfinite(values[n]).all()]
+        exact = [n for n in names if n not in halves]
+        parts = [write_varint(len(halves)), write_varint(len(exact))]
+        parts += [write_varint(self.places[n]) for n in (*halves, *exact)]
+        if halves:
+            flat = np.concatenate([values[n].reshape(-1).astype(np.float64) for n in halves])
+            message = StatisticsMessage(flat, np.zeros(0, np.int64), np.ones(len(halves), np.bool_))
+            sections = _sections(self.specs[self.places[name]] for name in halves)
+            frame = encode_statistics(message, sections, "half")
+            parts.append(write_part(frame))
+        for name in exact:
+            tensor = values[name]
+            parts.append(np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).tobytes())
+        return b"".join(parts)
+
+    def decode(self, data: bytes) -> dict[str, Tensor]:
+        """Return what `encode` wrote; raise `WireError` or `MessageError` on anything else."""
+        reader = Reader(data, "the message")
+        num_halves, num_exact = reader.varint(), reader.varint()
+        if num_halves + num_exact > len(self.specs):
+            raise WireError(f"{num_halves + num_exact} tensors; the model has {len(self.specs)}")
+        places = [reader.varint() for _ in range(num_halves + num_exact)]
+        if max(places, default=0) >= len(self.specs):
+            raise WireError(f"tensor {max(places)}; the model has {len(self.specs)}")
+        if len(set(places)) < len(places):
+            raise WireError("a tensor comes twice")
+        specs = [self.specs[place] for place in places]
+        values: dict[str, Tensor] = {}
+        if num_halves:
+            frame = reader.part("half precision").tobytes()
+            halves = specs[:num_halves]
+            values |= unflatten(decode_statistics(frame, _sections(halves)).values, halves)
+        for spec in specs[num_halves:]:
+            kind = np.dtype(spec.dtype).newbyteorder("<")
+            tensor = reader.array(spec.size, kind.str, f"tensor {spec.name!r}")
+            values[spec.name] = tensor.astype(spec.dtype).reshape(spec.shape)
+        reader.finish("the last tensor")
+        return values
 
 
 def pieces(length: int, size: int = 0) -> Iterator[slice]:
@@ -247,57 +289,10 @@ def shifted(
         yield spec.name, shown.reshape(spec.shape)
 
 
-def encode_kept(values: Values, names: Iterable[str], schema: Schema, kinds: Kinds) -> bytes:
-    """Write kept tensors: how many are in half precision and how many not, which, and the values.
-
-    Half-precision tensors that hold NaN or infinity are written as they are.
-    """
-    names = sorted(names, key=schema.places.__getitem__)
-    halves = [n for n in names if kinds[n] is Kind.HALF and np.isfinite(values[n]).all()]
-    exact = [n for n in names if n not in halves]
-    parts = [write_varint(len(halves)), write_varint(len(exact))]
-    parts += [write_varint(schema.places[n]) for n in (*halves, *exact)]
-    if halves:
-        flat = np.concatenate([values[n].reshape(-1).astype(np.float64) for n in halves])
-        message = StatisticsMessage(flat, np.zeros(0, np.int64), np.ones(len(halves), np.bool_))
-        sections = _sections(schema.specs[schema.places[name]] for name in halves)
-        frame = encode_statistics(message, sections, "half")
-        parts.append(write_part(frame))
-    for name in exact:
-        tensor = values[name]
-        parts.append(np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).tobytes())
-    return b"".join(parts)
-
-
-def decode_kept(data: bytes, schema: Schema) -> dict[str, Tensor]:
-    """Return what `encode_kept` wrote; raise `WireError` or `MessageError` on anything else."""
-    reader = Reader(data, "the message")
-    num_halves, num_exact = reader.varint(), reader.varint()
-    if num_halves + num_exact > len(schema.specs):
-        raise WireError(f"{num_halves + num_exact} tensors; the model has {len(schema.specs)}")
-    places = [reader.varint() for _ in range(num_halves + num_exact)]
-    if max(places, default=0) >= len(schema.specs):
-        raise WireError(f"tensor {max(places)}; the model has {len(schema.specs)}")
-    if len(set(places)) < len(places):
-        raise WireError("a tensor comes twice")
-    specs = [schema.specs[place] for place in places]
-    values: dict[str, Tensor] = {}
-    if num_halves:
-        frame = reader.part("half precision").tobytes()
-        halves = specs[:num_halves]
-        values |= unflatten(decode_statistics(frame, _sections(halves)).values, halves)
-    for spec in specs[num_halves:]:
-        kind = np.dtype(spec.dtype).newbyteorder("<")
-        tensor = reader.array(spec.size, kind.str, f"tensor {spec.name!r}")
-        values[spec.name] = tensor.astype(spec.dtype).reshape(spec.shape)
-    reader.finish("the last tensor")
-    return values
-
-
 def as_received(tensor: Tensor) -> Tensor:
     """Return a tensor as the other side has it that was sent in half precision."""
     schema = Schema.of({"t": tensor})
-    return decode_kept(encode_kept({"t": tensor}, ["t"], schema, {"t": Kind.HALF}), schema)["t"]
+    return schema.decode(schema.encode({"t": tensor}, ["t"], {"t": Kind.HALF}))["t"]
 
 
 def give_back() -> None:
@@ -449,7 +444,7 @@ class First(NamedTuple):
         rows = json.dumps(self.schema.rows(), separators=(",", ":")).encode()
         exact = dict.fromkeys(self.schema.places, Kind.EXACT)
         parts = [write_part(rows), self.layout, write_part(self.message)]
-        parts.append(encode_kept(kept, chosen & set(kept), self.schema, exact))
+        parts.append(self.schema.encode(kept, chosen & set(kept), exact))
         return zlib.compress(b"".join(parts), 9)
 
 
@@ -471,7 +466,7 @@ def decode_first(data: bytes, start: Callable[[], Values | None]) -> dict[str, T
         raise WireError(f"the first model cannot be read: {error}") from None
     layout = reader.take(schema.bitmap_bytes, "its layout").tobytes()
     found = _read(schema, layout, reader.part("its vector").tobytes(), start)
-    found |= decode_kept(reader.rest().tobytes(), schema)
+    found |= schema.decode(reader.rest().tobytes())
     own = start() if len(found) < len(schema.specs) else None
     missing = [spec.name for spec in schema.specs if spec.name not in found]
     if missing and (own is None or not schema.fits(own)):
