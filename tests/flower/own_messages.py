@@ -6,7 +6,7 @@ from flwr.app import ConfigRecord
 
 from aqg.errors import AqgError
 from aqg.flower.envelope import RECORD, Envelope
-from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Order, Reply, Stamp
 
 KNOWN = {}
 """Orders that said the terms of a run, by the run and the client."""
@@ -35,17 +35,17 @@ def parts_of(message):
 
 
 def order_in(message):
-    return order_from_bytes(parts_of(message)[0], reversed(KNOWN.values()))
+    return Order.from_bytes(parts_of(message)[0], reversed(KNOWN.values()))
 
 
 def reply_in(message):
-    return reply_from_bytes(parts_of(message)[0], ANY)
+    return Reply.from_bytes(parts_of(message)[0], ANY)
 
 
 def put(message, part, place=0):
     """Replace an order or a reply, or its bytes, in an envelope that is in order."""
     if not isinstance(part, bytes):
-        part = to_bytes(part, ANY if isinstance(part, Reply) else None)
+        part = part.to_bytes(ANY if isinstance(part, Reply) else None)
     envelope = envelope_of(message)
     places = [k for k, (*_, found) in enumerate(envelope.records) if isinstance(found, bytes)]
     name, kind, _ = envelope.records[places[place]]

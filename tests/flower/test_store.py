@@ -20,7 +20,7 @@ from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
 from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of
 from aqg.protocol import ClientSession, ServerSession
-from aqg.protocol.messages import reply_from_bytes
+from aqg.protocol.messages import Reply
 from aqg.protocol.store import DirectoryVault
 
 from tests.flower.own_messages import ANY, parts_of
@@ -58,7 +58,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypa
         with pytest.raises(RunError, match="the power fails"):
             ClientSession(tmp_path / "one").answer(order, train_at)
     answers = (ClientSession(tmp_path / n).answer(order, train_at) for n in ("one", "other"))
-    reply, other = (replace(reply_from_bytes(a, ANY), work_seconds=0.0) for a in answers)
+    reply, other = (replace(Reply.from_bytes(a, ANY), work_seconds=0.0) for a in answers)
     assert reply == other
     assert reply.rolled_back
     vectors = [sum(1 for _ in (tmp_path / n).rglob("vector-*.npz")) for n in ("one", "other")]

@@ -22,14 +22,7 @@ from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed
 from aqg.core.types import FloatArray
 from aqg.protocol.log import LostError, Publisher, Terms, follow, holding_of
-from aqg.protocol.messages import (
-    ClientMirror,
-    answer,
-    find_base,
-    fingerprint,
-    lost_reply,
-    stale_reply,
-)
+from aqg.protocol.messages import ClientMirror, answer, find_base, fingerprint
 from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log
 
@@ -353,7 +346,7 @@ class World:
 
         base = self.find(self.recipe, disk.mirror, order, int(self.rng.integers(1000)))
         if base is None:
-            say(stale_reply(order))
+            say(order.stale_reply())
             return
         held = base.snapshot.state.track.position[0]
         assert base.restarted or np.array_equal(held, truth.mirror), (
@@ -369,7 +362,7 @@ class World:
             try:
                 public = self.follow(self.terms, order.parcel, disk.public, start)
             except LostError as error:
-                say(lost_reply(order, holding_of(self.terms, disk.public, start), str(error)))
+                say(order.lost_reply(holding_of(self.terms, disk.public, start), str(error)))
                 return
             assert is_equal(public, truth.public), "a client trains on another model"
             params = public.parameters

@@ -12,14 +12,7 @@ from aqg.core.server import Step
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.log import LostError, Publisher, first_held, follow
-from aqg.protocol.messages import (
-    ClientMirror,
-    answer,
-    find_base,
-    max_frame_bytes,
-    order_from_bytes,
-    to_bytes,
-)
+from aqg.protocol.messages import ClientMirror, Order, answer, find_base, max_frame_bytes
 from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
@@ -294,6 +287,6 @@ def test_values_that_overflow_the_mirror_are_refused():
 )
 def test_a_bad_order_is_refused(change, complaint):
     order = Pair().order()
-    assert order_from_bytes(to_bytes(order)) == order
+    assert Order.from_bytes(order.to_bytes()) == order
     with pytest.raises(MessageError, match=complaint):
         replace(order, **change)

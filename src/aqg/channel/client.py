@@ -48,12 +48,6 @@ from aqg.protocol.messages import (
     UnknownTermsError,
     answer,
     fingerprint,
-    idle_reply,
-    lost_reply,
-    order_from_bytes,
-    stale_reply,
-    terms_of_run,
-    to_bytes,
 )
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
@@ -103,7 +97,7 @@ class OutOfReachError(Exception):
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.lost)
         _logger.warning("version %d: the model is out of reach: %s", reply.round, self)
-        self.reply = to_bytes(reply)
+        self.reply = reply.to_bytes()
 
 
 class Held(NamedTuple):
@@ -184,7 +178,7 @@ def receive(
     `WireError` where the order cannot be used.
     """
     try:
-        order = order_from_bytes(part, memory.terms())
+        order = Order.from_bytes(part, memory.terms())
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
     store = None if order.layout[0] & FORGETTING else memory.copies(order.run)
@@ -207,7 +201,7 @@ def receive(
 
 
 def _out_of_reach(order: Order, why: object) -> OutOfReachError:
-    return OutOfReachError(lost_reply(order, Holding(), str(why)))
+    return OutOfReachError(order.lost_reply(Holding(), str(why)))
 
 
 def _open(
@@ -300,7 +294,7 @@ def reply_to(
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
-        return to_bytes(idle_reply(order, fault=fault), order.stamp)
+        return order.idle_reply(fault=fault).to_bytes(order.stamp)
     if order.layout[0] & OPEN:  # the client may choose among the tensors
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
@@ -315,7 +309,7 @@ def reply_to(
     reply = replace(reply, statistics=beside_frame, held_round=order.round)
     if held.is_stepping:
         reply = replace(reply, work_seconds=short(seconds))
-    return to_bytes(reply, order.stamp)
+    return reply.to_bytes(order.stamp)
 
 
 def _update(
@@ -346,7 +340,7 @@ def _respond(
     """Return the reply for the tensors that are compressed, and remember it."""
     order, schema, recipe = held.order, held.schema, held.recipe
     if update is None:
-        return idle_reply(order)
+        return order.idle_reply()
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = schema.vector_of(layout)
         zero = Snapshot.zero(recipe, size, dtype).stamp
@@ -362,7 +356,7 @@ def _respond(
         return answer(recipe, nothing, order, update, loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
-        return stale_reply(order)
+        return order.stale_reply()
     base = intact_base(recipe, store, order)
     mirror, reply = answer(recipe, base, order, update, loss)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
@@ -394,7 +388,7 @@ class CopyStore(KeyedStore):
     def terms(self) -> Order | None:
         """Return what was said of the model when it first came; None where that is not known."""
         try:
-            return order_from_bytes(bytes.fromhex(self._read_index()["terms"]))
+            return Order.from_bytes(bytes.fromhex(self._read_index()["terms"]))
         except (AqgError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -426,7 +420,7 @@ class CopyStore(KeyedStore):
         """Write the copy and the terms of its order, whole or not at all."""
         index: dict[str, Any] = {
             "key": self._key,
-            "terms": to_bytes(terms_of_run(order)).hex(),
+            "terms": order.terms_of_run().to_bytes().hex(),
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
             "public": self._arrays.write_public(copy.public),

@@ -279,7 +279,7 @@ class Channel:
             noise=self._noise,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
-        return messages.to_bytes(order, order if is_informed else None), is_full
+        return order.to_bytes(order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
         """Return under which number a node is remembered."""
@@ -365,7 +365,7 @@ class Channel:
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
         place = self._place(node)
-        reply = messages.reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
+        reply = messages.Reply.from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:

@@ -65,17 +65,17 @@ class ClientSession:
                 that was answered already, or that this client cannot follow.
         """
         try:
-            read = messages.order_from_bytes(order, self._terms.values() or self._read_terms())
+            read = messages.Order.from_bytes(order, self._terms.values() or self._read_terms())
         except messages.UnknownTermsError as unknown:
             digest = b"" if self._start is None else start_digest(self._start)
-            return messages.to_bytes(unknown.reply(digest))
+            return unknown.reply(digest).to_bytes()
         agreed = agree(read, self._recipe)
         self._keep_terms(read)
         store = ClientStore(self._vault(read), key_of(read))
         if read.serial <= store.answered:
             if read.serial == store.answered and store.last_reply():
                 return store.last_reply()  # the same once more: the server takes one of them
-            return messages.to_bytes(messages.stale_reply(read), read.stamp)
+            return read.stale_reply().to_bytes(read.stamp)
         parcel = read.parcel
         if parcel is None:
             raise MessageError("the order has no model and nothing that leads to one")
@@ -87,7 +87,7 @@ class ClientSession:
         except LostError as lost:
             _logger.warning("round %d: the model is out of reach: %s", read.round, lost)
             holding = holding_of(terms, held, lambda: self._start)
-            return messages.to_bytes(messages.lost_reply(read, holding, str(lost)), read.stamp)
+            return read.lost_reply(holding, str(lost)).to_bytes(read.stamp)
         store.put_public(public)  # counts when the mirror is saved as well
         read = replace(read, movement=agreed.movement.of(public.history))
         started = time.perf_counter()
@@ -97,9 +97,7 @@ class ClientSession:
         seconds = time.perf_counter() - started
         with np.errstate(over="ignore"):
             single = float(np.float32(loss))  # it is only reported
-        frame = messages.to_bytes(
-            replace(reply, loss=single, work_seconds=short(seconds)), read.stamp
-        )
+        frame = replace(reply, loss=single, work_seconds=short(seconds)).to_bytes(read.stamp)
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
         return frame
@@ -107,16 +105,16 @@ class ClientSession:
     def _keep_terms(self, order: messages.Order) -> None:
         key = key_of(order)
         if key not in self._terms:
-            self._terms[key] = messages.terms_of_run(order)
+            self._terms[key] = order.terms_of_run()
             if self._path is not None:
                 self._vault(order)
-                write_atomically(self._path / key / _TERMS, messages.to_bytes(self._terms[key]))
+                write_atomically(self._path / key / _TERMS, self._terms[key].to_bytes())
 
     def _read_terms(self) -> Iterable[messages.Order]:
         """Return the terms of the runs that are remembered on disk."""
         for file in [] if self._path is None else sorted(self._path.glob(f"*/{_TERMS}")):
             try:
-                order = messages.order_from_bytes(file.read_bytes())
+                order = messages.Order.from_bytes(file.read_bytes())
             except (OSError, WireError, MessageError) as error:
                 _logger.warning("%s cannot be read, the server will say it again: %s", file, error)
                 continue

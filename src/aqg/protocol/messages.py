@@ -96,12 +96,34 @@ class _Checked:
     """Fields that are the same in every round."""
     optional: ClassVar[tuple[str, ...]]
     """Fields that are left out where they have their default, the most frequent first."""
+    round: int
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             fits, bound = _BOUNDS.get(name, (None, ""))
             if fits is not None and not fits(value):
                 raise MessageError(f"{name} is {repr(value)[:80]}; it must be {bound}")
+
+    def to_bytes(self, known: Order | Stamp | None = None) -> bytes:
+        """Write an order or a reply.
+
+        ``known`` is what the reader has: of an order, an earlier one; of a reply, the stamp in its
+        order.
+        """
+        terms = _write(self, self.terms)
+        is_short = isinstance(known, Stamp) or (
+            known is not None and _write(known, known.terms) == terms
+        )
+        defaults = _defaults(type(self), known if is_short else None)
+        told = [
+            name for name, default in defaults.items() if not _is_equal(_told(self, name), default)
+        ]
+        which = sum(1 << place for place, name in enumerate(defaults) if name in told)
+        body = bytes([self.marks[is_short]]) + write_varint(which)
+        if not is_short:
+            body += terms
+        body += _write(self, (*_HEAD, *told)) + getattr(self, self.payload)
+        return seal(body, terms if is_short else b"")
 
 
 @dataclass(frozen=True)
@@ -168,6 +190,43 @@ class Order(_Checked):
             return None
         return Parcel(self.round, self.public, self.log, self.snapshot)
 
+    def terms_of_run(self) -> Order:
+        """Return what a client keeps of it to read later ones."""
+        return replace(self, **_defaults(Order, None), log=b"", incarnation=0, round=0)
+
+    @staticmethod
+    def from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
+        """Return the order that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
+
+        ``known`` are earlier orders; where the terms of none belong to one that leaves them out,
+        `UnknownTermsError` is raised.
+        """
+        reader, is_short = _open(Order, data)
+        if not is_short:
+            return Order(**_read(Order, reader, None))
+        for order in known:
+            if seal(data[:-CRC_BYTES], _write(order, Order.terms)) == data:
+                return Order(**_read(Order, reader, order))
+        reader.varint()
+        raise UnknownTermsError(reader.varint(), reader.varint())
+
+    def idle_reply(self, **said: Any) -> Reply:
+        """Return the answer of a client that has moved no mirror."""
+        said |= {"base_digest": self.digest, **self.stamp._asdict()}
+        return Reply(incarnation=self.incarnation, round=self.round, **said)
+
+    def stale_reply(self) -> Reply:
+        return self.idle_reply(stale=True)
+
+    def lost_reply(self, holding: Holding, why: str) -> Reply:
+        """Return the answer of a client that cannot reach the model, and has done nothing."""
+        return self.idle_reply(
+            held_round=holding.round,
+            held_digest=holding.digest,
+            held_start=holding.start,
+            lost=why[:MAX_FAULT_LENGTH] or "no reason",
+        )
+
 
 @dataclass(frozen=True)
 class Reply(_Checked):
@@ -213,6 +272,19 @@ class Reply(_Checked):
     def holding(self) -> Holding:
         """What the client says that it holds of the public model."""
         return Holding(self.held_round, self.held_digest, self.held_start)
+
+    @staticmethod
+    def from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
+        """Return the reply that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
+
+        ``stamp`` is what the order named, for a reply that leaves it out.
+        """
+        reader, is_short = _open(Reply, data)
+        if is_short and stamp is None:
+            raise WireError(
+                "the reply leaves out the state that its order named, which is not here"
+            )
+        return Reply(**_read(Reply, reader, stamp if is_short else None))
 
 
 NO_TERMS = "the terms of the run are not known here"
@@ -296,62 +368,7 @@ class UnknownTermsError(WireError):
         return Reply(*self._serial, held_start=start, lost=NO_TERMS)
 
 
-def terms_of_run(order: Order) -> Order:
-    """Return what a client keeps of an order to read later ones."""
-    return replace(order, **_defaults(Order, None), log=b"", incarnation=0, round=0)
-
-
-def to_bytes(message: Order | Reply, known: Order | Stamp | None = None) -> bytes:
-    """Write an order or a reply.
-
-    Args:
-        message: to write.
-        known: what the reader has: of an order, an earlier one; of a reply, the stamp in its order.
-    """
-    terms = _write(message, message.terms)
-    is_short = isinstance(known, Stamp) or (
-        known is not None and _write(known, known.terms) == terms
-    )
-    defaults = _defaults(type(message), known if is_short else None)
-    told = [
-        name for name, default in defaults.items() if not _is_equal(_told(message, name), default)
-    ]
-    which = sum(1 << place for place, name in enumerate(defaults) if name in told)
-    body = bytes([message.marks[is_short]]) + write_varint(which)
-    if not is_short:
-        body += terms
-    body += _write(message, (*_HEAD, *told)) + getattr(message, message.payload)
-    return seal(body, terms if is_short else b"")
-
-
-def order_from_bytes(data: bytes, known: Iterable[Order] = ()) -> Order:
-    """Return the order that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
-
-    ``known`` are earlier orders; where the terms of none belong to one that leaves them out,
-    `UnknownTermsError` is raised.
-    """
-    reader, is_short = _open(Order, data)
-    if not is_short:
-        return Order(**_read(Order, reader, None))
-    for order in known:
-        if seal(data[:-CRC_BYTES], _write(order, Order.terms)) == data:
-            return Order(**_read(Order, reader, order))
-    reader.varint()
-    raise UnknownTermsError(reader.varint(), reader.varint())
-
-
-def reply_from_bytes(data: bytes, stamp: Stamp | None = None) -> Reply:
-    """Return the reply that `to_bytes` wrote; raise `WireError` or `MessageError` otherwise.
-
-    ``stamp`` is what the order named, for a reply that leaves it out.
-    """
-    reader, is_short = _open(Reply, data)
-    if is_short and stamp is None:
-        raise WireError("the reply leaves out the state that its order named, which is not here")
-    return Reply(**_read(Reply, reader, stamp if is_short else None))
-
-
-def _defaults(kind: type[Order | Reply], known: Order | Stamp | None) -> dict[str, Any]:
+def _defaults(kind: type[_Checked], known: Order | Stamp | None) -> dict[str, Any]:
     """Return what stands for fields that are left out."""
     defaults = {name: getattr(kind, name) for name in kind.optional}
     if isinstance(known, Stamp):
@@ -359,7 +376,7 @@ def _defaults(kind: type[Order | Reply], known: Order | Stamp | None) -> dict[st
     return defaults
 
 
-def _told(message: Order | Reply, name: str) -> Any:
+def _told(message: _Checked, name: str) -> Any:
     """Return a field as it is written: the round held less that of the order, mostly 0."""
     value = getattr(message, name)
     return message.round - value if name == "held_round" else value
@@ -369,7 +386,7 @@ def _is_equal(value: Any, default: Any) -> bool:
     return bool(value == default or (value != value and default != default))  # NaN
 
 
-def _write(message: Order | Reply, names: Iterable[str]) -> bytes:
+def _write(message: _Checked, names: Iterable[str]) -> bytes:
     codecs = _FIELDS[type(message)]
     return b"".join(codecs[name][0](_told(message, name)) for name in names)
 
@@ -503,27 +520,6 @@ def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> 
         return Base(mirror.before, rolled_back=True)
     zero = Snapshot.zero(recipe, order.num_params, order.dtype, order.epoch + 1 + draw)
     return Base(zero, restarted=True)
-
-
-def idle_reply(order: Order, **said: Any) -> Reply:
-    """Return the answer of a client that has moved no mirror."""
-    said |= {"base_digest": order.digest, **order.stamp._asdict()}
-    return Reply(incarnation=order.incarnation, round=order.round, **said)
-
-
-def stale_reply(order: Order) -> Reply:
-    return idle_reply(order, stale=True)
-
-
-def lost_reply(order: Order, holding: Holding, why: str) -> Reply:
-    """Return the answer of a client that cannot reach the model of the order: nothing was done."""
-    return idle_reply(
-        order,
-        held_round=holding.round,
-        held_digest=holding.digest,
-        held_start=holding.start,
-        lost=why[:MAX_FAULT_LENGTH] or "no reason",
-    )
 
 
 def answer(

@@ -423,7 +423,7 @@ class ServerSession:
         run = {"run": self._run, "incarnation": self._incarnation}
         order = self._book.order(client, fingerprint=self._fingerprint, **run, **self._terms)
         order = replace(order, movement=0.0)  # clients have it from the log
-        return messages.to_bytes(order, order if client in self._informed else None)
+        return order.to_bytes(order if client in self._informed else None)
 
     def take(self, client: int, reply: object) -> Receipt:
         """Take in a client's reply, or say why not; one that is not taken changes nothing.
@@ -439,7 +439,7 @@ class ServerSession:
         if len(reply) > most:
             return Receipt(False, problem=f"the reply has {len(reply)} bytes; {most} are the most")
         try:
-            read = messages.reply_from_bytes(reply, self._book.state.peers[client].held.stamp)
+            read = messages.Reply.from_bytes(reply, self._book.state.peers[client].held.stamp)
         except (WireError, MessageError) as error:
             return Receipt(False, problem=str(error))
         if read.stale:
