@@ -18,7 +18,6 @@ from aqg.core.downlink import (
     advance,
     init_public,
     linear_digest,
-    public_digest,
     resolve_downlink,
 )
 from aqg.core.grids import Grid, choose_quantum, largest_multiple, nearest_power_of_two, snap
@@ -374,11 +373,11 @@ def test_marks_follow_entries(steps, dtype, radius, seed):
             other[7] += public.quantum
             track = public.track._replace(position=other[None])
             changed = public._replace(track=track)
-            assert public_digest(changed.marked()) != public_digest(public)
+            assert changed.marked().digest() != public.digest()
     frame = merged(held, data, 0)
     if frame is not None:
         found = follow_log(frame, held[0], RECIPE.movement)
-        assert public_digest(found) == public_digest(held[-1])
+        assert found.digest() == held[-1].digest()
 
 
 def test_damage_below_the_quantum_changes_the_mark():
@@ -390,4 +389,4 @@ def test_damage_below_the_quantum_changes_the_mark():
         damaged[0, place] = value
         found = public._replace(track=track._replace(position=damaged), mark=None)
         assert found.marked().mark != public.mark
-        assert public_digest(found) != public_digest(public)
+        assert found.digest() != public.digest()

@@ -25,7 +25,6 @@ from aqg.protocol.log import (
     first_held,
     follow,
     holding_of,
-    public_digest,
 )
 from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log, log_overhead, log_rounds, log_since
@@ -139,7 +138,7 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
             book.pass_rounds()
         parcel = book.parcel(1)
         held[1] = book.follow(1, held[1])
-        assert public_digest(held[1]) == public_digest(book.public)
+        assert held[1].digest() == book.public.digest()
         size = len(parcel.snapshot) + len(parcel.log)
         assert size < 4 * SIZE * (pause + 5)
         if pause == 1:
@@ -165,7 +164,7 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
         parcel = book.parcel(0)  # no reply arrives: the server thinks that it holds round 1
         assert log_rounds(parcel.log).start == 1
         held.append(follow(book.terms, parcel, held[-1], lambda: None))
-    assert public_digest(held[-1]) == book.publisher.digest
+    assert held[-1].digest() == book.publisher.digest
     old = Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
     with pytest.raises(LostError, match="round 6 is held here, which is later than round 4"):
         follow(book.terms, old, held[-1], lambda: None)
@@ -196,7 +195,7 @@ def test_only_what_has_the_digest_of_its_round_gets_entries():
     assert (relative.snapshot[1], absolute.snapshot[1]) == (1, 0)
     for parcel in (relative, absolute):
         public = follow(book.terms, parcel, None, lambda: book.start)
-        assert public_digest(public) == book.publisher.digest
+        assert public.digest() == book.publisher.digest
 
 
 def test_the_log_comes_back_from_arrays():

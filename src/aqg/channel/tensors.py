@@ -30,15 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import (
-    AUTO,
-    DIGEST_BYTES,
-    STATE_DIGEST_BYTES,
-    Public,
-    at_rest,
-    public_digest,
-    xor,
-)
+from aqg.core.downlink import AUTO, DIGEST_BYTES, STATE_DIGEST_BYTES, Public, at_rest, xor
 from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
@@ -367,7 +359,7 @@ class PublicCopy(NamedTuple):
         return digest.digest()
 
     def digested(self) -> PublicCopy:
-        return self._replace(digest=xor(public_digest(self.public), self.beside_digest()))
+        return self._replace(digest=xor(self.public.digest(), self.beside_digest()))
 
     def without(self, names: Collection[str]) -> PublicCopy:
         """Return the copy with a digest that says nothing of some kept tensors."""

@@ -244,6 +244,22 @@ class Public(NamedTuple):
             mark = _mark_of(self.parameters, self.quantum)
         return self._replace(mark=mark)
 
+    def digest(self) -> bytes:
+        """Return a digest of every bit: all that later entries build on.
+
+        Of a position on an exact grid the mark is taken, which costs the length of the last entry.
+        """
+        digest = hashlib.blake2b(digest_size=STATE_DIGEST_BYTES)
+        digest.update(struct.pack("<2qd", self.round, len(self.history), self.quantum))
+        digest.update(struct.pack(f"<{len(self.history)}d", *self.history))
+        if self.quantum:
+            mark = self.mark if self.mark is not None else self.marked().mark
+            digest.update(struct.pack("<Q", mark))
+            return digest.digest()
+        for vector in self.vectors:
+            _add(digest, vector)
+        return digest.digest()
+
 
 def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
     """Return the first public model; it has a velocity where the recipe keeps mirrors."""
@@ -403,23 +419,6 @@ DIGEST_BYTES = 16
 STATE_DIGEST_BYTES = 4
 """Of the states that both ends hold, which go with every message. Two that differ in their content
 but not in round or number of uploads are mistaken for each other once in four billion times."""
-
-
-def public_digest(public: Public) -> bytes:
-    """Return a digest of every bit of the public model: all that later entries build on.
-
-    Of a position on an exact grid the mark is taken, which costs the length of the last entry.
-    """
-    digest = hashlib.blake2b(digest_size=STATE_DIGEST_BYTES)
-    digest.update(struct.pack("<2qd", public.round, len(public.history), public.quantum))
-    digest.update(struct.pack(f"<{len(public.history)}d", *public.history))
-    if public.quantum:
-        mark = public.mark if public.mark is not None else public.marked().mark
-        digest.update(struct.pack("<Q", mark))
-        return digest.digest()
-    for vector in public.vectors:
-        _add(digest, vector)
-    return digest.digest()
 
 
 def start_digest(parameters: FloatArray) -> bytes:

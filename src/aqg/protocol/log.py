@@ -33,7 +33,6 @@ from aqg.core.downlink import (
     at_rest,
     init_public,
     mark_after,
-    public_digest,
     start_digest,
 )
 from aqg.core.recipe import Recipe
@@ -129,7 +128,7 @@ def follow(
         raise LostError(f"the log leads to round {public.round}; it should to {parcel.round}")
     if public.round % CONTENT_EVERY == 0:
         public = public.marked()
-    digest = public_digest(public)
+    digest = public.digest()
     if digest != parcel.digest:
         raise LostError(
             f"the model of round {public.round} has digest {digest.hex()} here; "
@@ -164,7 +163,7 @@ def holding_of(terms: Terms, held: Public | None, start: Start) -> Holding:
     if held is None:
         return Holding()
     digest = b"" if first is None else start_digest(first.parameters)
-    return Holding(held.round, public_digest(held), digest)
+    return Holding(held.round, held.digest(), digest)
 
 
 def _is_start(terms: Terms, own: FloatArray) -> bool:
@@ -355,7 +354,7 @@ def initial_state(public: Public, num_clients: int) -> LogState:
     return LogState(
         positions=np.ones(num_clients, np.int64),
         first=public.round,
-        digests=(public_digest(public),),
+        digests=(public.digest(),),
         starts=np.full(num_clients, _UNKNOWN, np.int8),
     )
 
@@ -393,7 +392,7 @@ class Publisher(ReadLog):
         is_due = public.round % CONTENT_EVERY == 0
         public = public.marked(None if is_due else mark_after(self._mark, entry, public))
         self._mark = public.mark
-        self._digests.append(public_digest(public))
+        self._digests.append(public.digest())
         held = self.positions[self.positions > _NOTHING]
         oldest = int(held.min()) if len(held) else self.round
         if self.first_message and (self._starts == _UNKNOWN).any():

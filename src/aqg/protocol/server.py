@@ -27,7 +27,6 @@ from aqg.core.downlink import (
     Public,
     describe_downlink,
     lies_on_grid,
-    public_digest,
     resolve_downlink,
 )
 from aqg.core.messages import Message, Skip
@@ -246,7 +245,7 @@ def check_book(book: MirrorBook, file: Path) -> None:
         if digest != peer.held.stamp.digest:
             raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
     publisher = book.publisher
-    if publisher is not None and public_digest(book.public) != publisher.digest:
+    if publisher is not None and book.public.digest() != publisher.digest:
         raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
 
 
