@@ -18,7 +18,7 @@ from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.server import Step
 from aqg.errors import ConfigError, RunError
 from aqg.flower import AQG, Compressed, FlowerTask, make_client_app, make_mod
-from aqg.flower.envelope import COMPRESSED, FULL, RECORD, Envelope, pack, record_of
+from aqg.flower.envelope import RECORD, Envelope, record_of
 from aqg.protocol import ClientSession, ServerSession
 from aqg.protocol.messages import Reply
 from aqg.protocol.store import DirectoryVault
@@ -90,11 +90,11 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             phase = channel.publish({}, is_train=True)
             part, is_full = channel.order(NODE, evaluate=False)
             envelope, content = Envelope(), {}
-            envelope.add("arrays", FULL if is_full else COMPRESSED, part)
+            envelope.add("arrays", Envelope.FULL if is_full else Envelope.COMPRESSED, part)
             if is_full:
                 content["arrays"] = record_of(channel.copied().items())
             message = Message(
-                RecordDict({**content, RECORD: pack(envelope)}), NODE, "train", ttl=60.0
+                RecordDict({**content, RECORD: envelope.pack()}), NODE, "train", ttl=60.0
             )
             message.metadata.__dict__["_message_id"] = str(number)
             del content

@@ -27,8 +27,6 @@ from aqg.protocol.server import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 
-Arrays = Mapping[str, NDArray[Any]]
-
 
 class Travel(NamedTuple):
     """How tensors travel."""

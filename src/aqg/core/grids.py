@@ -279,6 +279,9 @@ def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
     return total / max(n, 1)
 
 
+_rounded_up = part()(round_up_to_bfloat16)
+
+
 @part()
 def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
     """Return the step a client sends for a vector with this radius and mean absolute value."""
@@ -289,12 +292,7 @@ def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
         value = mean_abs if mean_abs >= MIN_STEP else 0.0
     else:
         value = radius / ((1 << (width - 1)) - 1)
-    if value == 0.0:
-        return 0.0
-    if value <= MIN_STEP:
-        return MIN_STEP
-    mantissa, exponent = math.frexp(value)
-    return math.ldexp(math.ceil(math.ldexp(mantissa, 8)), exponent - 8)
+    return _rounded_up(value)
 
 
 @part()

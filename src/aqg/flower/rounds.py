@@ -535,8 +535,7 @@ class Run(Checks):
         }
 
     def _replies_to(self, messages: Mapping[int, Message]) -> Iterable[Message]:
-        timeout = self.settings.round_timeout
-        return self.grid.send_and_receive(messages.values(), timeout=timeout)
+        return self.grid.send_and_receive(messages.values(), timeout=self.settings.round_timeout)
 
 
 def cap_shares(amounts: Float64Array, share: float) -> Float64Array:

@@ -297,10 +297,6 @@ def _read_bytes(reader: Reader) -> bytes:
     return reader.part("a field").tobytes()
 
 
-def _read_state(reader: Reader) -> bytes:
-    return reader.take(STATE_DIGEST_BYTES, "a digest").tobytes()
-
-
 def _read_text(reader: Reader) -> str:
     try:
         return _read_bytes(reader).decode()
@@ -343,7 +339,9 @@ _CODECS: dict[type[Any], _Codec] = {
     bytes: (write_part, _read_bytes),
 }
 _OWN_CODECS: dict[str, _Codec] = {
-    **dict.fromkeys(_STATES, ((lambda value: value), _read_state)),
+    **dict.fromkeys(
+        _STATES, (bytes, lambda reader: reader.take(STATE_DIGEST_BYTES, "a digest").tobytes())
+    ),
     "held_round": (write_zigzag, Reader.zigzag),
 }
 

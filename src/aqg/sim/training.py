@@ -42,6 +42,7 @@ from aqg.spec import make_named
 from aqg.wire import decode, encode
 
 _SPEEDS, _JITTER, _OUTAGES = 0x57EE, 0x717E, 0x0A6E
+_BATCHES, _DROPOUTS, _PARTICIPANTS = 0xBA7C, 0xD209, 0x5A3D
 """Keep these random numbers apart from others of the same seed."""
 _BITS_PER_BYTE, _MEGA = 8, 1e6
 
@@ -261,9 +262,6 @@ Array = Any
 Keys = Sequence[Sequence[int]]
 """Integers (seed, client, round) for each client."""
 
-_BATCHES = 0xBA7C
-"""Keeps the batches apart from other random numbers of the same seed."""
-
 
 @dataclass(frozen=True)
 class LocalTraining:
@@ -403,10 +401,6 @@ def _like(other: Array, array: NDArray[Any]) -> Array:
     return torch.as_tensor(array, device=other.device, dtype=other.dtype)
 
 
-_DROPOUTS = 0xD209
-"""Keeps dropouts apart from other random numbers of the same seed."""
-
-
 @dataclass(frozen=True)
 class Dropout:
     """Who drops out of which round: clients at random, and absences written down one by one."""
@@ -439,9 +433,6 @@ class Dropout:
 
 
 WEIGHTINGS = ("equal", "samples")
-
-_PARTICIPANTS = 0x5A3D
-"""Keeps the random choice of participants apart from others that use the same seed."""
 
 
 @dataclass(frozen=True)
