@@ -15,8 +15,8 @@ from aqg.core.downlink import (
     Entry,
     Exact,
     Full,
+    Public,
     advance,
-    init_public,
     linear_digest,
     resolve_downlink,
 )
@@ -193,7 +193,7 @@ def played(start, steps, seed=0):
     """Publish rounds in which uploads have these steps; return what clients held, and entries."""
     rng = np.random.default_rng(seed)
     messages = [drawn(rng, size) for size in steps]
-    held, entries, total = [init_public(RECIPE, start)], [], np.zeros(FEW)
+    held, entries, total = [Public.first(RECIPE, start)], [], np.zeros(FEW)
     rounds = published(RECIPE, STEP, start, [{0: message} for message in messages])
     for message, (state, entry) in zip(messages, rounds, strict=True):
         total += message.values(np.float64)
@@ -342,7 +342,7 @@ def test_damaged_merged_entries_are_refused(cut):
         with contextlib.suppress(WireError):  # who reads what was never written finds out by digest
             follow_log(sealed(bytes(body)), held[0], RECIPE.movement)
     with pytest.raises(WireError, match="merged that move a velocity"):
-        follow_log(frame, init_public(make_recipe("lean"), start), RECIPE.movement)
+        follow_log(frame, Public.first(make_recipe("lean"), start), RECIPE.movement)
 
 
 def coefficient(place):
@@ -382,7 +382,7 @@ def test_marks_follow_entries(steps, dtype, radius, seed):
 
 def test_damage_below_the_quantum_changes_the_mark():
     position = np.array([[0.25, -0.5, 0.0]])
-    public = init_public(make_recipe("auto"), position[0])._replace(round=3, quantum=2.0**-20)
+    public = Public.first(make_recipe("auto"), position[0])._replace(round=3, quantum=2.0**-20)
     public, track = public.marked(), public.track
     for place, value in ((0, np.nextafter(0.25, 1)), (1, np.nextafter(-0.5, 0)), (2, -0.0)):
         damaged = position.copy()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from aqg.core.downlink import Entry, advance, init_public
+from aqg.core.downlink import Entry, Public, advance
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
 from aqg.core.recipes import make_recipe
@@ -116,7 +116,7 @@ def test_entries_of_another_run_are_refused():
     """An entry that was coded with another sum as context does not decode to something else."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-1, 2, 4000)
-    first = init_public(make_recipe("lean"), np.zeros(4000, np.float32))
+    first = Public.first(make_recipe("lean"), np.zeros(4000, np.float32))
     track = first.track._replace(velocity=rows[None] / 8.0, direction=rows[None].astype(np.int8))
     big = first._replace(track=track)
     levels = (3 - 2 * rows).astype(np.uint8)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import Kind, Kinds, PublicCopy, Tensor, Values, tensor_digest, unflatten
-from aqg.core.downlink import Full, lies_on_grid, mark_after
+from aqg.core.downlink import Full, lies_on_grid
 from aqg.core.server import Peer, Step
 from aqg.core.step_sizes import share_of_newest
 from aqg.core.types import Float64Array
@@ -117,7 +117,7 @@ class SteppingChannel(Channel):
         copy = self._averaged_beside(taken if is_step else {})
         self._log.append(encode_entry(entry, known_velocity(before)))
         public = book.public
-        public = public.marked(mark_after(self._copy.public.mark, entry, public))
+        public = public.marked_after(self._copy.public.mark, entry)
         copy = copy._replace(public=public).digested()
         beside = {name: self._values[name] for name in self._travels()}  # before any rounding
         self._copy, self._values = copy, {**copy.values(self.schema), **beside}

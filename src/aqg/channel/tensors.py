@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import AUTO, DIGEST_BYTES, STATE_DIGEST_BYTES, Public, at_rest, xor
+from aqg.core.downlink import AUTO, DIGEST_BYTES, STATE_DIGEST_BYTES, Public, xor
 from aqg.core.messages import Upload
 from aqg.core.types import FloatArray
 from aqg.errors import MessageError, WireError
@@ -330,7 +330,7 @@ class PublicCopy(NamedTuple):
         digests: Mapping[str, bytes] = {},
     ) -> PublicCopy:
         """Return a copy that is equal to the model; some digests may be known."""
-        public = at_rest(flatten(values, schema.chosen(layout)), version)
+        public = Public.at_rest(flatten(values, schema.chosen(layout)), version)
         inside = schema.names(layout)
         kept = {s.name: values[s.name] for s in schema.specs if s.name not in inside}
         digests = {n: digests.get(n) or tensor_digest(t) for n, t in kept.items()}

@@ -47,7 +47,7 @@ from aqg.core.quantizers import (
     ternary,
 )
 from aqg.core.recipe import Movement, Recipe
-from aqg.core.track import Change, Part, Track, follow, init_track
+from aqg.core.track import Part, Track, follow, init_track
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import MessageError, require
 from aqg.jit import njit, part
@@ -221,6 +221,20 @@ class Public(NamedTuple):
     quantum: float = 0.0  # of which the position has multiples; 0 where it is on no grid
     mark: int | None = None  # the linear digest of these multiples; None where it is not known
 
+    @staticmethod
+    def at_rest(parameters: FloatArray, round_number: int = 1) -> Public:
+        """Return the public model of a vector without a velocity."""
+        track = init_track(0, parameters.dtype)._replace(position=parameters[None])
+        return Public(round_number, track)
+
+    @staticmethod
+    def first(recipe: Recipe, parameters: FloatArray) -> Public:
+        """Return the first public model; it has a velocity where the recipe keeps mirrors."""
+        if not recipe.memory.keeps_mirror:
+            return Public.at_rest(parameters)
+        track = init_track(len(parameters), parameters.dtype, has_velocity=True)
+        return Public(1, track._replace(position=parameters[None]))
+
     @property
     def parameters(self) -> FloatArray:
         return self.track.position[0]
@@ -244,6 +258,24 @@ class Public(NamedTuple):
             mark = _mark_of(self.parameters, self.quantum)
         return self._replace(mark=mark)
 
+    def marked_after(self, mark: int | None, entry: Entry) -> Public:
+        """Return the same with its mark, given the one before the entry that led here."""
+        part = entry.position
+        if not self.quantum or mark is None or entry.quantum is not None:
+            return self.marked()
+        if part is None:
+            return self._replace(mark=mark)
+        if not isinstance(part, Upload):
+            return self.marked()
+        scale, offset, unit = affine(part.grid, part.width, part.step)
+        if unit < self.quantum:  # of someone who is on no grid
+            return self.marked()
+        change = 0
+        for start in range(0, len(part), _PIECE):
+            multiples = part.levels[start : start + _PIECE].astype(np.int64) * scale - offset
+            change += linear_digest(multiples, start)
+        return self._replace(mark=(mark + int(unit / self.quantum) * change) % PRIME)
+
     def digest(self) -> bytes:
         """Return a digest of every bit: all that later entries build on.
 
@@ -259,20 +291,6 @@ class Public(NamedTuple):
         for vector in self.vectors:
             _add(digest, vector)
         return digest.digest()
-
-
-def init_public(recipe: Recipe, parameters: FloatArray) -> Public:
-    """Return the first public model; it has a velocity where the recipe keeps mirrors."""
-    if not recipe.memory.keeps_mirror:
-        return at_rest(parameters)
-    track = init_track(len(parameters), parameters.dtype, has_velocity=True)
-    return Public(1, track._replace(position=parameters[None]))
-
-
-def at_rest(parameters: FloatArray, round_number: int = 1) -> Public:
-    """Return the public model of a vector without a velocity."""
-    track = init_track(0, parameters.dtype)._replace(position=parameters[None])
-    return Public(round_number, track)
 
 
 def lies_on_grid(recipe: Recipe, downlink: Downlink) -> bool:
@@ -302,8 +320,7 @@ def advance(public: Public, entry: Entry, movement: Movement, in_place: bool = F
     if newest is None:
         newest = public.history[0] if public.history else 0.0
     history = movement.extend(public.history, newest)
-    after = Public(public.round + 1, track, history, quantum)
-    return after.marked(mark_after(public.mark, entry, after))
+    return Public(public.round + 1, track, history, quantum).marked_after(public.mark, entry)
 
 
 def _own(array: NDArray[Any], in_place: bool) -> NDArray[Any] | None:
@@ -330,25 +347,6 @@ def follow_merged(
     track = public.track._replace(position=params[None])
     new_quantum = public.quantum if quantum is None else quantum
     return Public(public.round + merged.rounds, track, history, new_quantum).marked()
-
-
-def mark_after(mark: int | None, entry: Entry, public: Public) -> int | None:
-    """Return the mark after an entry that led to a model; None where it must be taken anew."""
-    part, quantum = entry.position, public.quantum
-    if not quantum or mark is None or entry.quantum is not None or isinstance(part, Change):
-        return None
-    if part is None:
-        return mark
-    if not isinstance(part, Upload):
-        return None
-    scale, offset, unit = affine(part.grid, part.width, part.step)
-    if unit < quantum:  # of someone who is on no grid
-        return None
-    change = 0
-    for start in range(0, len(part), _PIECE):
-        multiples = part.levels[start : start + _PIECE].astype(np.int64) * scale - offset
-        change += linear_digest(multiples, start)
-    return (mark + int(unit / quantum) * change) % PRIME
 
 
 def _mark_of(vector: FloatArray, quantum: float) -> int:

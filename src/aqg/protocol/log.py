@@ -26,15 +26,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.downlink import (
-    STATE_DIGEST_BYTES,
-    Entry,
-    Public,
-    at_rest,
-    init_public,
-    mark_after,
-    start_digest,
-)
+from aqg.core.downlink import STATE_DIGEST_BYTES, Entry, Public, start_digest
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import MessageError, RunError, WireError
@@ -90,7 +82,7 @@ class Terms(NamedTuple):
     is_at_rest: bool = False  # whether the model has no velocity, whatever the recipe
 
     def first(self, start: FloatArray) -> Public:
-        return at_rest(start) if self.is_at_rest else init_public(self.recipe, start)
+        return Public.at_rest(start) if self.is_at_rest else Public.first(self.recipe, start)
 
     def blank(self) -> Public:
         return self.first(np.zeros(self.num_params, self.dtype))
@@ -390,7 +382,7 @@ class Publisher(ReadLog):
         """Add a round's entry, which leads from the public model before to that after it."""
         self.append(encode_entry(entry, known_velocity(before)))
         is_due = public.round % CONTENT_EVERY == 0
-        public = public.marked(None if is_due else mark_after(self._mark, entry, public))
+        public = public.marked() if is_due else public.marked_after(self._mark, entry)
         self._mark = public.mark
         self._digests.append(public.digest())
         held = self.positions[self.positions > _NOTHING]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from aqg.core import server
-from aqg.core.downlink import Public, init_public
+from aqg.core.downlink import Public
 from aqg.core.messages import Broadcast
 from aqg.core.round import Clients, ClientState, respond
 from aqg.core.server import Model, ServerState
@@ -105,7 +105,7 @@ class ReferenceSimulation(Simulation):
         self.clients = [map_arrays(itemgetter(row), clients) for row in rows]
         peers = [server.Peer(client.track) for client in self.clients]
         self.server = server.join_server(model, peers)
-        first = init_public(self.recipe, self.problem.initial_params)
+        first = Public.first(self.recipe, self.problem.initial_params)
         held = first if self._forgets else self.server.public
         self.models = [held] * len(self.clients)
 
