@@ -37,15 +37,7 @@ from numpy.typing import NDArray
 from aqg.core.grids import Grid, affine, round_up_to_bfloat16, snap
 from aqg.core.messages import Upload
 from aqg.core.policies import Always, Tolerance
-from aqg.core.quantizers import (
-    TERNARY_WIDTH,
-    GridQuantizer,
-    Quantizer,
-    Request,
-    largest,
-    num_kept,
-    ternary,
-)
+from aqg.core.quantizers import TERNARY_WIDTH, GridQuantizer, LargestTernary, num_kept
 from aqg.core.recipe import Movement, Recipe
 from aqg.core.track import Part, Track, follow, init_track
 from aqg.core.types import Float64Array, FloatArray, IntArray
@@ -126,21 +118,11 @@ class Condensed:
             count = max(_FEWEST, round(ratio * num_sent / max(1.0, senders)))
         if count > _MANY * num_params:
             return _ALL
-        return Recipe(policy=Always(TERNARY_WIDTH), quantizer=_Ternary(count))
+        return Recipe(policy=Always(TERNARY_WIDTH), quantizer=LargestTernary(count))
 
 
 Downlink = Full | Exact | Condensed
 DOWNLINKS: dict[str, type[Downlink]] = {"full": Full, "exact": Exact, "condensed": Condensed}
-
-
-@dataclass(frozen=True)
-class _Ternary(Quantizer):
-    """The ``count`` largest coordinates as ternary."""
-
-    count: int
-
-    def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        return ternary(vector, largest(vector, self.count), request.width)
 
 
 _ALL = Recipe(policy=Always(_ALL_WIDTH), quantizer=GridQuantizer(Grid.MIDTREAD, _ALL_WIDTH))

@@ -463,10 +463,6 @@ AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | Rot
 Message = AnyUpload | Skip
 
 
-def is_message(value: object) -> bool:
-    return isinstance(value, Message)
-
-
 def num_nonzero(upload: AnyUpload) -> int:
     """Return how many coordinates of an upload are not zero."""
     if isinstance(upload, Upload) and upload.grid is Grid.MIDTREAD and upload.width > 1:

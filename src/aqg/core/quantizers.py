@@ -213,6 +213,16 @@ class TopK(_KeepsFew):
 
 
 @dataclass(frozen=True)
+class LargestTernary(Quantizer):
+    """The ``count`` largest coordinates as ternary."""
+
+    count: int
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        return ternary(vector, largest(vector, self.count), request.width)
+
+
+@dataclass(frozen=True)
 class SparseTernary(_KeepsFew):
     """STC: ``μ·sign(v_i)`` where ``|v_i|`` is among the ``k`` largest, else zero.
 
@@ -221,8 +231,7 @@ class SparseTernary(_KeepsFew):
     """
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        kept = largest(vector, num_kept(self.keep, len(vector)))
-        return ternary(vector, kept, request.width)
+        return LargestTernary(num_kept(self.keep, len(vector))).quantize(vector, request)
 
 
 def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:

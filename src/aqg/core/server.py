@@ -21,16 +21,7 @@ from numpy.typing import NDArray
 from aqg.core.auto import Budget, first_budget
 from aqg.core.downlink import Condensed, Downlink, Entry, Exact, Full, Public, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
-from aqg.core.messages import (
-    AnyUpload,
-    Broadcast,
-    Message,
-    Skip,
-    Upload,
-    energy_of,
-    is_message,
-    num_nonzero,
-)
+from aqg.core.messages import AnyUpload, Broadcast, Message, Skip, Upload, energy_of, num_nonzero
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
 from aqg.core.quantizers import TERNARY_WIDTH
 from aqg.core.recipe import Recipe
@@ -453,7 +444,7 @@ def take_message(
     client sends one message in a round. What is not in order raises `MessageError`.
     """
     check_client(state, client)
-    if not is_message(message):
+    if not isinstance(message, Message):
         raise MessageError(f"client {client} sent a {type(message).__name__}, which is no message")
     peer = state.peers[client]
     if peer.last_round == state.round:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.grids import Grid, is_valid_step, level_dtype, num_levels
-from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.core.track import Track
 from aqg.core.types import FloatArray, Levels, is_whole
 from aqg.errors import MessageError, WireError
@@ -54,7 +54,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     >>> encode(Skip()).hex()
     '20'
     """
-    if not is_message(message):
+    if not isinstance(message, Message):
         raise MessageError(f"a {type(message).__name__} is no message; there is no frame for it")
     if isinstance(message, Skip):
         return bytes([_first_byte(Mode.SKIP)])
