@@ -22,7 +22,7 @@ from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed
 from aqg.core.types import FloatArray
 from aqg.protocol.log import LostError, Publisher, Terms, follow, holding_of
-from aqg.protocol.messages import ClientMirror, answer, find_base, fingerprint
+from aqg.protocol.messages import ClientMirror, find_base, fingerprint
 from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log
 
@@ -368,7 +368,7 @@ class World:
             params = public.parameters
         noise = np.random.default_rng([order.round, client]).standard_normal(NUM_PARAMS)
         gradient = params - self.targets[client] + 0.3 * noise
-        memory, reply = answer(self.recipe, base, order, gradient)
+        memory, reply = base.answer(self.recipe, order, gradient)
         if self.happens(self.rates.crash_before_saving, "crash"):
             return
         self.disks[client] = Disk(memory, public)

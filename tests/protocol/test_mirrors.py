@@ -12,7 +12,7 @@ from aqg.core.server import Step
 from aqg.core.step_sizes import DistanceOverGradients
 from aqg.errors import MessageError, WireError
 from aqg.protocol.log import LostError, Publisher, first_held, follow
-from aqg.protocol.messages import ClientMirror, Order, answer, find_base, max_frame_bytes
+from aqg.protocol.messages import ClientMirror, Order, find_base, max_frame_bytes
 from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import decode_snapshot, follow_log, log_since
 
@@ -174,7 +174,7 @@ class Pair:
         assert base is not None
         if gradient is None:
             gradient = self.rng.standard_normal(SIZE)
-        self.client, reply = answer(self.recipe, base, order, gradient)
+        self.client, reply = base.answer(self.recipe, order, gradient)
         return reply
 
     def round(self):

@@ -40,15 +40,7 @@ from aqg.errors import AqgError, MessageError, RunError, WireError
 from aqg.objectives.layout import TensorSpec
 from aqg.protocol.client import agree, intact_base, log_reply, short
 from aqg.protocol.log import Holding, LostError, Parcel, Terms, follow
-from aqg.protocol.messages import (
-    Base,
-    Order,
-    Reply,
-    Snapshot,
-    UnknownTermsError,
-    answer,
-    fingerprint,
-)
+from aqg.protocol.messages import Base, Order, Reply, Snapshot, UnknownTermsError, fingerprint
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
@@ -353,12 +345,12 @@ def _respond(
         )
     if held.is_forgotten:
         nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
-        return answer(recipe, nothing, order, update, loss)[1]
+        return nothing.answer(recipe, order, update, loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
         return order.stale_reply()
     base = intact_base(recipe, store, order)
-    mirror, reply = answer(recipe, base, order, update, loss)
+    mirror, reply = base.answer(recipe, order, update, loss)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply

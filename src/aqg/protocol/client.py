@@ -93,7 +93,7 @@ class ClientSession:
         started = time.perf_counter()
         base = intact_base(agreed, store, read)
         loss, update = _updated(train, public.parameters, read)
-        mirror, reply = messages.answer(agreed, base, read, update, loss)
+        mirror, reply = base.answer(agreed, read, update, loss)
         seconds = time.perf_counter() - started
         with np.errstate(over="ignore"):
             single = float(np.float32(loss))  # it is only reported

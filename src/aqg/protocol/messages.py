@@ -499,6 +499,39 @@ class Base(NamedTuple):
     restarted: bool = False
     rolled_back: bool = False
 
+    def answer(
+        self, recipe: Recipe, order: Order, gradient: FloatArray, loss: float = float("nan")
+    ) -> tuple[ClientMirror, Reply]:
+        """Take the client's step from here and return its memory and the reply.
+
+        The ``loss`` is for a recipe's schedule; what the reply only reports is left to the caller.
+        """
+        old = self.snapshot
+        key = (order.seed, order.client, order.round)
+        state, message = respond(
+            recipe, old.state, gradient, order.movement, key, loss, noise=order.noise
+        )
+        frame = encode(message, known=known(old.state.track))
+        if isinstance(message, Skip):
+            new = old._replace(state=state)
+        else:
+            stamp, lineage = after_upload(old.stamp, frame, state.track)
+            new = Snapshot(state, lineage, stamp)
+        fault = (message.fault or "") if isinstance(message, Skip) else ""
+        reply = Reply(
+            *order.serial,
+            restarted=self.restarted,
+            rolled_back=self.rolled_back,
+            epoch=old.stamp.epoch,
+            uploads=old.stamp.uploads,
+            base_digest=old.stamp.digest,
+            digest=new.stamp.digest,
+            frame=frame,
+            fault=fault[:MAX_FAULT_LENGTH],
+            held_round=order.round if order.public else 0,
+        )
+        return ClientMirror(new, old, order.serial), reply
+
 
 def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> Base | None:
     """Return the state that matches the server's; None where the order is an old one.
@@ -518,40 +551,6 @@ def find_base(recipe: Recipe, mirror: ClientMirror, order: Order, draw: int) -> 
         return Base(mirror.before, rolled_back=True)
     zero = Snapshot.zero(recipe, order.num_params, order.dtype, order.epoch + 1 + draw)
     return Base(zero, restarted=True)
-
-
-def answer(
-    recipe: Recipe, base: Base, order: Order, gradient: FloatArray, loss: float = float("nan")
-) -> tuple[ClientMirror, Reply]:
-    """Take the client's step from ``base`` and return its memory and the reply.
-
-    The ``loss`` is for a recipe's schedule; what the reply only reports is left to the caller.
-    """
-    old = base.snapshot
-    key = (order.seed, order.client, order.round)
-    state, message = respond(
-        recipe, old.state, gradient, order.movement, key, loss, noise=order.noise
-    )
-    frame = encode(message, known=known(old.state.track))
-    if isinstance(message, Skip):
-        new = old._replace(state=state)
-    else:
-        stamp, lineage = after_upload(old.stamp, frame, state.track)
-        new = Snapshot(state, lineage, stamp)
-    fault = (message.fault or "") if isinstance(message, Skip) else ""
-    reply = Reply(
-        *order.serial,
-        restarted=base.restarted,
-        rolled_back=base.rolled_back,
-        epoch=old.stamp.epoch,
-        uploads=old.stamp.uploads,
-        base_digest=old.stamp.digest,
-        digest=new.stamp.digest,
-        frame=frame,
-        fault=fault[:MAX_FAULT_LENGTH],
-        held_round=order.round if order.public else 0,
-    )
-    return ClientMirror(new, old, order.serial), reply
 
 
 class Held(NamedTuple):
