@@ -5,7 +5,7 @@ import numpy as np
 from aqg.channel.client import CopyStore
 from aqg.core.downlink import resolve_downlink
 from aqg.core.server import Step
-from aqg.protocol.server import book_from_arrays
+from aqg.protocol.server import MirrorBook
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 
 
@@ -13,7 +13,7 @@ class Saved:
     def __init__(self, directory, recipe, downlink="auto"):
         arrays = read_arrays(directory / "checkpoint.npz")
         how = Step(0.0, downlink=resolve_downlink(downlink, recipe))
-        self.book = book_from_arrays(arrays, recipe, how, None)
+        self.book = MirrorBook.from_arrays(arrays, recipe, how, None)
         self.digest = arrays["copy_digest"].tobytes()
         self._run = f"{arrays['run']}0"
 

@@ -23,7 +23,7 @@ from aqg.core.step_sizes import share_of_newest
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
 from aqg.protocol.log import ModelLog
-from aqg.protocol.server import MirrorBook, book_from_arrays, book_to_arrays
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
 
@@ -141,7 +141,7 @@ class SteppingChannel(Channel):
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
         log = self._log
         return {
-            **book_to_arrays(self.book),
+            **self.book.to_arrays(),
             **beside,
             "copy_digest": np.frombuffer(copy.digest, np.uint8),
             "log_start": np.array(log.first, np.int64),
@@ -153,7 +153,7 @@ class SteppingChannel(Channel):
 
     def restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         """Go on from what `to_arrays` returned."""
-        self.book = book_from_arrays(arrays, self._recipe, self._how, None)
+        self.book = MirrorBook.from_arrays(arrays, self._recipe, self._how, None)
         named = {
             kind: {n.partition(" ")[2]: a for n, a in arrays.items() if n.startswith(f"{kind} ")}
             for kind in ("kept", "value", "mean")

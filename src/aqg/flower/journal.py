@@ -24,7 +24,6 @@ from aqg.errors import ConfigError, RunError
 from aqg.flower.envelope import EVALUATED, TRAINED, logger
 from aqg.flower.mod import BY_PARTITION
 from aqg.objectives.metrics import METRICS
-from aqg.protocol.server import check_book
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.runs.cost import DOWNLOADS, UPLOADS, ClientBytes
 from aqg.runs.directory import (
@@ -251,7 +250,7 @@ class Journal:
         roster.restore(arrays["nodes"].tolist(), arrays["num_samples"])
         channel.restore(arrays)
         self._saved = {}
-        check_book(channel.book, self._directory / CHECKPOINT)
+        channel.book.check(self._directory / CHECKPOINT)
         logger.info("going on with run %s at round %d", self.run, channel.version)
 
     def save(self, channel: SteppingChannel, roster: Roster) -> None:

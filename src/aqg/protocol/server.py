@@ -42,6 +42,11 @@ from aqg.protocol.log import LogState, Publisher, initial_state
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.start import require_way, settle
 
+_CLIENTS = {"mirrors": "held", "directions": "moved"}
+"""Where it is written whose rows there are."""
+_GROUP_BYTES = 64 << 20
+"""Mirrors of many clients are written together, up to about this size."""
+
 
 @dataclass(eq=False)
 class MirrorBook:
@@ -176,77 +181,69 @@ class MirrorBook:
         if self.publisher is not None:
             self.publisher.publish(entry, before, self.public)
 
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return named arrays; mirrors that no upload has moved are left out."""
+        state, entries = self.state, self.entries
+        held = [client for client, peer in enumerate(state.peers) if peer.track.is_held[0]]
+        arrays: dict[str, NDArray[Any]] = {
+            "weights": self.weights,
+            **to_arrays(state.model),
+            "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
+            "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
+            "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
+            "digests": np.stack([as_array(entry.stamp.digest) for entry in entries]),
+            "lineages": np.stack([as_array(entry.lineage) for entry in entries]),
+            **dict.fromkeys(_CLIENTS.values(), np.array(held, np.int64)),
+        }
+        arrays |= _groups("mirrors", [state.peers[client].track.position for client in held])
+        arrays |= _groups("directions", [state.peers[client].track.direction for client in held])
+        if self.publisher is not None:
+            arrays |= to_arrays(self.publisher.state(), "log/")
+        return arrays
 
-_CLIENTS = {"mirrors": "held", "directions": "moved"}
-"""Where it is written whose rows there are."""
-_GROUP_BYTES = 64 << 20
-"""Mirrors of many clients are written together, up to about this size."""
+    @staticmethod
+    def from_arrays(
+        arrays: dict[str, NDArray[Any]], recipe: Recipe, how: server.Step, start: FloatArray | None
+    ) -> MirrorBook:
+        """Return the book that `to_arrays` wrote; ``start`` is the model that clients have."""
+        model = from_arrays(server.Model, arrays)
+        zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
+        mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
+        columns = ("epochs", "uploads", "digests", "lineages", "last_uploads")
+        peers = []
+        for client, row in enumerate(zip(*(arrays[name] for name in columns), strict=True)):
+            epoch, uploads, digest, lineage, last_upload = row
+            stamp = messages.Stamp(int(epoch), int(uploads), digest.tobytes())
+            mirror, direction = mirrors.get(client), directions.get(client)
+            track = Track(
+                zero.position if mirror is None else mirror[None],
+                zero.velocity,
+                zero.direction if direction is None else direction[None],
+                np.array([client in mirrors or client in directions]),
+            )
+            held = messages.Held(stamp, lineage.tobytes(), int(last_upload))
+            peers.append(server.Peer(track, held=held))
+        publisher = None
+        if not isinstance(how.downlink, Full) and "log/first" in arrays:
+            merges = lies_on_grid(recipe, how.downlink)
+            publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
+        state = server.join_server(model, peers)
+        return MirrorBook(recipe, state, arrays["weights"], how, publisher)
 
-
-def book_to_arrays(book: MirrorBook) -> dict[str, NDArray[Any]]:
-    """Return named arrays; mirrors that no upload has moved are left out."""
-    state, entries = book.state, book.entries
-    held = [client for client, peer in enumerate(state.peers) if peer.track.is_held[0]]
-    arrays: dict[str, NDArray[Any]] = {
-        "weights": book.weights,
-        **to_arrays(state.model),
-        "epochs": np.array([entry.stamp.epoch for entry in entries], np.int64),
-        "uploads": np.array([entry.stamp.uploads for entry in entries], np.int64),
-        "last_uploads": np.array([entry.last_upload for entry in entries], np.int64),
-        "digests": np.stack([as_array(entry.stamp.digest) for entry in entries]),
-        "lineages": np.stack([as_array(entry.lineage) for entry in entries]),
-        **dict.fromkeys(_CLIENTS.values(), np.array(held, np.int64)),
-    }
-    arrays |= _groups("mirrors", [state.peers[client].track.position for client in held])
-    arrays |= _groups("directions", [state.peers[client].track.direction for client in held])
-    if book.publisher is not None:
-        arrays |= to_arrays(book.publisher.state(), "log/")
-    return arrays
-
-
-def book_from_arrays(
-    arrays: dict[str, NDArray[Any]], recipe: Recipe, how: server.Step, start: FloatArray | None
-) -> MirrorBook:
-    """Return the book that `book_to_arrays` wrote; ``start`` is the model that clients have."""
-    model = from_arrays(server.Model, arrays)
-    zero = init_mirrors(recipe.memory, len(model.parameters), model.parameters.dtype)
-    mirrors, directions = _read_rows(arrays, "mirrors"), _read_rows(arrays, "directions")
-    columns = ("epochs", "uploads", "digests", "lineages", "last_uploads")
-    peers = []
-    for client, row in enumerate(zip(*(arrays[name] for name in columns), strict=True)):
-        epoch, uploads, digest, lineage, last_upload = row
-        stamp = messages.Stamp(int(epoch), int(uploads), digest.tobytes())
-        mirror, direction = mirrors.get(client), directions.get(client)
-        track = Track(
-            zero.position if mirror is None else mirror[None],
-            zero.velocity,
-            zero.direction if direction is None else direction[None],
-            np.array([client in mirrors or client in directions]),
-        )
-        peers.append(
-            server.Peer(track, held=messages.Held(stamp, lineage.tobytes(), int(last_upload)))
-        )
-    publisher = None
-    if not isinstance(how.downlink, Full) and "log/first" in arrays:
-        merges = lies_on_grid(recipe, how.downlink)
-        publisher = Publisher(start, from_arrays(LogState, arrays, "log/"), merges)
-    return MirrorBook(recipe, server.join_server(model, peers), arrays["weights"], how, publisher)
-
-
-def check_book(book: MirrorBook, file: Path) -> None:
-    """Raise `RunError` unless every mirror and the model have the digests that are noted."""
-    zeros: dict[bytes, bytes] = {}  # digests by lineage: many clients share one mirror of zeros
-    for client, peer in enumerate(book.state.peers):
-        lineage, is_held = peer.held.lineage, peer.track.is_held[0]
-        digest = None if is_held else zeros.get(lineage)
-        digest = digest or messages.content_digest(lineage, peer.track)
-        if not is_held:
-            zeros[lineage] = digest
-        if digest != peer.held.stamp.digest:
-            raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
-    publisher = book.publisher
-    if publisher is not None and book.public.digest() != publisher.digest:
-        raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
+    def check(self, file: Path) -> None:
+        """Raise `RunError` unless every mirror and the model have the digests that are noted."""
+        zeros: dict[bytes, bytes] = {}  # digests by lineage: many clients share one mirror of zeros
+        for client, peer in enumerate(self.state.peers):
+            lineage, is_held = peer.held.lineage, peer.track.is_held[0]
+            digest = None if is_held else zeros.get(lineage)
+            digest = digest or messages.content_digest(lineage, peer.track)
+            if not is_held:
+                zeros[lineage] = digest
+            if digest != peer.held.stamp.digest:
+                raise RunError(f"checkpoint {str(file)!r} is damaged: mirror {client} has changed")
+        publisher = self.publisher
+        if publisher is not None and self.public.digest() != publisher.digest:
+            raise RunError(f"checkpoint {str(file)!r} is damaged: the model has changed")
 
 
 def _groups(name: str, rows: list[Any]) -> dict[str, NDArray[Any]]:
@@ -256,7 +253,7 @@ def _groups(name: str, rows: list[Any]) -> dict[str, NDArray[Any]]:
 
 
 def _read_rows(arrays: dict[str, NDArray[Any]], name: str) -> dict[int, NDArray[Any]]:
-    """Return the rows that `book_to_arrays` wrote, by client."""
+    """Return the rows that `MirrorBook.to_arrays` wrote, by client."""
     starts = sorted(int(key.rpartition("-")[2]) for key in arrays if key.startswith(f"{name}-"))
     rows = [row for start in starts for row in arrays[f"{name}-{start}"]]
     return dict(zip(arrays[_CLIENTS[name]].tolist(), rows, strict=True))
@@ -495,7 +492,7 @@ class ServerSession:
             "downlink": np.array(describe_downlink(self._step.downlink)),
             "optimizer": np.array(self._optimizer),
             "first_message": np.frombuffer(self._first_message, np.uint8),
-            **book_to_arrays(self._book),
+            **self._book.to_arrays(),
         }
         write_arrays(self._path / CHECKPOINT, arrays)
 
@@ -517,14 +514,14 @@ class ServerSession:
                     f"{str(file)!r} holds a session with another model, recipe, seed, downlink, "
                     "optimizer or step; name another directory"
                 )
-            book = book_from_arrays(arrays, self.recipe, self._step, start)
+            book = MirrorBook.from_arrays(arrays, self.recipe, self._step, start)
             self._first_message = arrays["first_message"].tobytes()
             if book.publisher is not None:
                 book.publisher.first_message = self._first_message
             self._run, self._incarnation = str(arrays["run"]), int(arrays["incarnation"]) + 1
         except KeyError as error:
             raise RunError(f"{str(file)!r} has no {error}; it is not a session's") from None
-        check_book(book, file)
+        book.check(file)
         return book
 
 
