@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import zstandard
 
-from aqg.core.grids import Grid, level_dtype, num_levels
-from aqg.core.kernels import measure, quantize
+from aqg.core.grids import Grid, level_dtype, measure, num_levels, quantize
 from aqg.core.messages import DenseUpload, Upload
 from aqg.wire import decode, encode, warm_up
 from aqg.wire.bitpack import pack, unpack

@@ -34,8 +34,8 @@ import numpy as np
 from aqg.core.downlink import resolve_downlink
 from aqg.core.recipes import make_recipe
 from aqg.core.server import Step
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, fingerprint
+from aqg.protocol.messages import ClientMirror, find_base, fingerprint
+from aqg.protocol.server import MirrorBook
 from aqg.runs.table import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -406,7 +406,7 @@ def measure_memory(options: argparse.Namespace) -> None:
     gradient = np.random.default_rng(0).standard_normal(num_params, np.float32)
     base = find_base(recipe, ClientMirror.first(recipe, num_params, "float32"), order, 1)
     assert base is not None
-    _, reply = answer(recipe, base, order, gradient)
+    _, reply = base.answer(recipe, order, gradient)
     del base, gradient
     resident, seconds, frame_bytes = [], [], len(reply.frame)
     for client in range(num_clients):

@@ -16,7 +16,7 @@ import atheris
 
 sys.modules["numba"] = None  # type: ignore[assignment]
 
-with atheris.instrument_imports(include=["aqg.wire", "aqg.core.public", "aqg.core.messages"]):
+with atheris.instrument_imports(include=["aqg.wire", "aqg.core.downlink", "aqg.core.messages"]):
     import numpy as np
 
     from aqg.wire.varint import seal

@@ -77,7 +77,7 @@ def test_a_run_compiles_no_kernel_twice():
         module, name, count = line.split()
         counts[module, name] = int(count)
     assert counts["aqg.wire.context", "code_symbols"] == 1
-    assert counts["aqg.core.kernels", "_measure_rows"] == 1
+    assert counts["aqg.core.grids", "_measure_rows"] == 1
     assert {key for key, count in counts.items() if count > 1} == set()
 
 

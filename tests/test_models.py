@@ -332,7 +332,7 @@ def test_bad_input_and_another_model_are_named():
     ):
         with pytest.raises(ConfigError, match=pattern):
             pack(*arguments)
-    with pytest.raises(ConfigError, match="seed is -1"):
+    with pytest.raises(ConfigError, match="seed -1 is not in"):
         draw(Law(UNIFORM, 0.0, 1.0), 8, -1, 0)
     with pytest.raises(ConfigError, match="9 bits per parameter; there are 2 to 8"):
         pack(params, shapes, "rounded", bits=9)

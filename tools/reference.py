@@ -17,7 +17,7 @@ import typer
 
 from aqg.cli.app import app
 from aqg.core.recipes import RECIPES
-from aqg.flower.settings import KEYS
+from aqg.flower.strategy import KEYS
 from aqg.runs.config import DATASET_FACTS, SETTINGS
 from aqg.settings import CommonSettings, FlowerSettings, RunSettings, Setting, table
 

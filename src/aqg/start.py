@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.downlink import DIGEST_BYTES, start_digest
 from aqg.core.types import Float64Array, FloatArray
 from aqg.errors import ConfigError, WireError
-from aqg.protocol.digests import DIGEST_BYTES, start_digest
 from aqg.wire import sections
 from aqg.wire.entry import decode_vector, encode_vector
 from aqg.wire.sections import BYTES, Alphabet, Plane, decode_planes, encode_planes

@@ -12,8 +12,8 @@ from aqg.channel.settings import Settings, make_settings
 from aqg.channel.tensors import PIECE, Schema, Update, flatten, is_same, shifted
 from aqg.core.quantizers import largest
 from aqg.errors import AqgError, ConfigError, MessageError
-from aqg.protocol.follower import CONTENT_EVERY, LostError
-from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.log import CONTENT_EVERY, LostError
+from aqg.protocol.messages import Order, Reply
 from aqg.protocol.store import MemoryVault
 from aqg.wire.entry import MERGED_MARK
 
@@ -82,7 +82,7 @@ def test_nodes_are_told_how_much_noise_a_reply_may_carry():
     model = FIRST
     for _ in range(3):
         model = play(channel, nodes, 1, model)
-        told.append(order_from_bytes(channel.order(0, False)[0], nodes[0].terms()).noise)
+        told.append(Order.from_bytes(channel.order(0, False)[0], nodes[0].terms()).noise)
     assert min(told) > 0
     assert len(set(told)) > 1
 
@@ -116,16 +116,16 @@ def test_what_is_no_number_stays_where_it_is(name, value):
     bad.reshape(-1)[-1] = value
     reply = reply_to(held, train(held.values, **{name: bad}), notes)
     stamp = channel._peers[0][1].held.stamp
-    assert reply_from_bytes(reply, stamp).frame == b""
+    assert Reply.from_bytes(reply, stamp).frame == b""
     with pytest.raises(MessageError, match=f"'{name}' holds NaN or infinity after training"):
         channel.take(0, phase, reply)
-    good = reply_from_bytes(reply_to(held, train(held.values), notes), stamp)
+    good = Reply.from_bytes(reply_to(held, train(held.values), notes), stamp)
     length = channel.schema.bitmap_bytes
     place = channel.schema.places["frozen"]
     kept = bytes([0, 1, place]) + np.full(6, value, "<f4").tobytes()
     layout = phase.copy.layout
     assert len(layout) == length
-    forged = to_bytes(replace(good, statistics=layout + kept))
+    forged = replace(good, statistics=layout + kept).to_bytes()
     with pytest.raises(MessageError, match="tensor 'frozen' holds NaN or infinity"):
         channel.take(0, phase, forged)
     play(channel, {0: notes}, 1, model)
@@ -183,15 +183,15 @@ def test_damaged_memories_and_logs():
     channel, notes = Channel("run", FIRST, Settings(recipe="lean")), Notes()
     model = play(channel, {0: notes}, 2)
     channel.publish(model, is_train=True)
-    order = order_from_bytes(channel.order(0, False)[0], notes.terms())
+    order = Order.from_bytes(channel.order(0, False)[0], notes.terms())
     with pytest.raises(OutOfReachError, match="no model is held"):
-        receive(to_bytes(order), None, Notes())
+        receive(order.to_bytes(), None, Notes())
     for cut in range(1, len(order.log)):
         with pytest.raises((OutOfReachError, AqgError)):
-            receive(to_bytes(replace(order, log=order.log[:-cut])), None, notes)
+            receive(replace(order, log=order.log[:-cut]).to_bytes(), None, notes)
     with pytest.raises(OutOfReachError, match="the server says"):
-        receive(to_bytes(replace(order, public=bytes(4))), None, notes)
-    receive(to_bytes(order), None, notes)
+        receive(replace(order, public=bytes(4)).to_bytes(), None, notes)
+    receive(order.to_bytes(), None, notes)
 
 
 def test_what_a_node_missed_comes_as_one_entry():
@@ -200,7 +200,7 @@ def test_what_a_node_missed_comes_as_one_entry():
     model = play(channel, {0: nodes[0]}, 12, model)
     channel.publish(model, is_train=True)
     data = channel.order(1, False)[0]
-    order = order_from_bytes(data, nodes[1].terms())
+    order = Order.from_bytes(data, nodes[1].terms())
     assert order.log[0] == MERGED_MARK
     assert len(order.log) < 0.8 * sum(map(len, channel._log.entries[-12:]))
     receive(data, None, nodes[1])

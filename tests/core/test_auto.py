@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.auto import Budget, Draws, Share, first_budget
 from aqg.core.downlink import resolve_downlink
 from aqg.core.grids import round_up_to_bfloat16
@@ -20,10 +19,10 @@ from aqg.core.round import init_client, init_clients, respond
 from aqg.core.server import Model, Step, broadcast, init_server, publish_round, take_message
 from aqg.core.space import NumpySpace
 from aqg.core.step_sizes import DistanceOverGradients, Fixed, resolve_step
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import ConfigError
 from aqg.sim.engine import FastSimulation
-from aqg.sim.late import make_late
-from aqg.sim.training import LocalTraining, Training
+from aqg.sim.training import LocalTraining, Training, make_late
 from aqg.wire import encode
 
 from tests.problems import crossed, tiny_problem

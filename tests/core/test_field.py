@@ -11,8 +11,7 @@ from scipy.linalg import hadamard as hadamard_matrix
 
 from aqg.core import grids
 from aqg.core.downlink import Condensed
-from aqg.core.grids import num_levels
-from aqg.core.kernels import measure, quantize
+from aqg.core.grids import measure, num_levels, quantize
 from aqg.core.messages import (
     Skip,
     Upload,

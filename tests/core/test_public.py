@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from aqg.core.arrays import from_arrays, to_arrays
-from aqg.core.downlink import Condensed, Exact, Full, resolve_downlink
+from aqg.core.downlink import (
+    PRIME,
+    Condensed,
+    Entry,
+    Exact,
+    Full,
+    Public,
+    advance,
+    linear_digest,
+    resolve_downlink,
+)
 from aqg.core.grids import (
     Grid,
     choose_quantum,
@@ -25,7 +34,6 @@ from aqg.core.grids import (
 from aqg.core.messages import DenseUpload, Upload, num_nonzero
 from aqg.core.optimizers import SGD, Adam, Momentum
 from aqg.core.policies import Tolerance
-from aqg.core.public import PRIME, Entry, advance, init_public, linear_digest
 from aqg.core.quantizers import GridQuantizer, Request
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
@@ -49,8 +57,8 @@ from aqg.core.track import (
     next_direction,
     who_sends,
 )
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import MessageError, WireError
-from aqg.protocol.digests import public_digest
 from aqg.protocol.log import ModelLog
 from aqg.wire import entry as wire
 from aqg.wire.entry import decode_vector, encode_vector
@@ -205,7 +213,7 @@ def played(start, steps, seed=0):
     """Publish rounds in which uploads have these steps; return what clients held, and entries."""
     rng = np.random.default_rng(seed)
     messages = [drawn(rng, size) for size in steps]
-    held, entries, total = [init_public(RECIPE, start)], [], np.zeros(FEW)
+    held, entries, total = [Public.first(RECIPE, start)], [], np.zeros(FEW)
     rounds = published(RECIPE, STEP, start, [{0: message} for message in messages])
     for message, (state, entry) in zip(messages, rounds, strict=True):
         total += message.values(np.float64)
@@ -321,7 +329,7 @@ def test_a_client_gets_what_is_shorter():
     assert log.deliver(20, never, lambda: held[-1]).num_bytes == len(log.frame(20))
     whole = merged(held, data, 0)
     with pytest.raises(WireError, match="merged that move a velocity"):
-        wire.follow_log(whole, init_public(make_recipe("lean"), start), RECIPE.movement)
+        wire.follow_log(whole, Public.first(make_recipe("lean"), start), RECIPE.movement)
 
 
 def never():
@@ -356,23 +364,23 @@ def test_marks_follow_entries(steps, dtype, radius, seed):
             other[7] += public.quantum
             track = public.track._replace(position=other[None])
             changed = public._replace(track=track)
-            assert public_digest(changed.marked()) != public_digest(public)
+            assert changed.marked().digest() != public.digest()
     frame = merged(held, data, 0)
     if frame is not None:
         found = wire.follow_log(frame, held[0], RECIPE.movement)
-        assert public_digest(found) == public_digest(held[-1])
+        assert found.digest() == held[-1].digest()
 
 
 def test_damage_below_the_quantum_changes_the_mark():
     position = np.array([[0.25, -0.5, 0.0]])
-    public = init_public(make_recipe("auto"), position[0])._replace(round=3, quantum=2.0**-20)
+    public = Public.first(make_recipe("auto"), position[0])._replace(round=3, quantum=2.0**-20)
     public, track = public.marked(), public.track
     for place, value in ((0, np.nextafter(0.25, 1)), (1, np.nextafter(-0.5, 0)), (2, -0.0)):
         damaged = position.copy()
         damaged[0, place] = value
         found = public._replace(track=track._replace(position=damaged), mark=None)
         assert found.marked().mark != public.mark
-        assert public_digest(found) != public_digest(public)
+        assert found.digest() != public.digest()
 
 
 NUM_TRACKS, SIZE = 4, 9
@@ -577,7 +585,7 @@ def test_entries_of_another_run_are_refused():
     """An entry that was coded with another sum as context does not decode to something else."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-1, 2, 4000)
-    first = init_public(make_recipe("lean"), np.zeros(4000, np.float32))
+    first = Public.first(make_recipe("lean"), np.zeros(4000, np.float32))
     track = first.track._replace(velocity=rows[None] / 8.0, direction=rows[None].astype(np.int8))
     big = first._replace(track=track)
     levels = (3 - 2 * rows).astype(np.uint8)

@@ -12,9 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 import aqg
 from aqg.cli.app import run_app
-from aqg.core.arrays import to_arrays
-from aqg.core.grids import Grid
-from aqg.core.kernels import Innovation
+from aqg.core.grids import Grid, Innovation
 from aqg.core.messages import DenseUpload, Skip, Upload
 from aqg.core.policies import (
     Always,
@@ -30,6 +28,7 @@ from aqg.core.recipe import Recipe
 from aqg.core.recipes import RECIPES, make_recipe, register
 from aqg.core.round import respond
 from aqg.core.server import take_message
+from aqg.core.types import to_arrays
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
 from aqg.exchange import broadcast, client_step, finish_round, init_client, init_server, receive
 from aqg.runs import loop

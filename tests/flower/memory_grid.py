@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from aqg.errors import AqgError
-from aqg.flower.envelope import ENDED, Envelope, answer, unpack
+from aqg.flower.envelope import Envelope
 
 from tests.flower.own_messages import learn
 
@@ -26,7 +26,9 @@ RAISED = 2
 def is_farewell(message):
     """Tell whether a message says that a run has ended."""
     try:
-        return any(kind == ENDED for _, kind, _ in unpack(message.content).records)
+        return any(
+            kind == Envelope.ENDED for _, kind, _ in Envelope.unpack(message.content).records
+        )
     except AqgError:
         return False
 
@@ -105,7 +107,7 @@ class MemoryGrid(Grid):
     def call(self, node, message):
         """Run the node's ClientApp as a SuperNode does: an exception becomes an error reply."""
         if self.keeps_memories and is_farewell(message):
-            return answer(message, Envelope())
+            return Envelope().reply_to(message)
         try:
             return self.client_app(message, self.context_of(node))
         except Exception as error:

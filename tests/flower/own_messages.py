@@ -9,9 +9,9 @@ from aqg.channel.client import CopyStore
 from aqg.core.downlink import resolve_downlink
 from aqg.core.server import Step
 from aqg.errors import AqgError
-from aqg.flower.envelope import RECORD, Envelope, pack
-from aqg.protocol.book import book_from_arrays
-from aqg.protocol.messages import Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
+from aqg.flower.envelope import RECORD, Envelope
+from aqg.protocol.messages import Order, Reply, Stamp
+from aqg.protocol.server import MirrorBook
 from aqg.protocol.store import ClientStore, DirectoryVault, read_arrays
 
 KNOWN = {}
@@ -41,22 +41,22 @@ def parts_of(message):
 
 
 def order_in(message):
-    return order_from_bytes(parts_of(message)[0], reversed(KNOWN.values()))
+    return Order.from_bytes(parts_of(message)[0], reversed(KNOWN.values()))
 
 
 def reply_in(message):
-    return reply_from_bytes(parts_of(message)[0], ANY)
+    return Reply.from_bytes(parts_of(message)[0], ANY)
 
 
 def put(message, part, place=0):
     """Replace an order or a reply, or its bytes, in an envelope that is in order."""
     if not isinstance(part, bytes):
-        part = to_bytes(part, ANY if isinstance(part, Reply) else None)
+        part = part.to_bytes(ANY if isinstance(part, Reply) else None)
     envelope = envelope_of(message)
     places = [k for k, (*_, found) in enumerate(envelope.records) if isinstance(found, bytes)]
     name, kind, _ = envelope.records[places[place]]
     envelope.records[places[place]] = name, kind, part
-    message.content[RECORD] = pack(envelope)
+    message.content[RECORD] = envelope.pack()
 
 
 def change_reply(message, **fields):
@@ -80,14 +80,14 @@ def change_metrics(message, **metrics):
     for name, kind, values in envelope.records:
         if name == "metrics" and kind == "m":
             values.update(metrics)
-    message.content[RECORD] = pack(envelope)
+    message.content[RECORD] = envelope.pack()
 
 
 class Saved:
     def __init__(self, directory, recipe, downlink="auto"):
         arrays = read_arrays(directory / "checkpoint.npz")
         how = Step(0.0, downlink=resolve_downlink(downlink, recipe))
-        self.book = book_from_arrays(arrays, recipe, how, None)
+        self.book = MirrorBook.from_arrays(arrays, recipe, how, None)
         self.digest = arrays["copy_digest"].tobytes()
         self._run = f"{arrays['run']}0"
 

@@ -20,7 +20,7 @@ from aqg.core.optimizers import make_optimizer
 from aqg.core.step_sizes import Fixed, resolve_step
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.flower import FlowerTask, make_client_app
-from aqg.flower.envelope import LARGE_BYTES, unpack
+from aqg.flower.envelope import LARGE_BYTES, Envelope
 from aqg.flower.journal import RunLogger
 from aqg.protocol.store import write_arrays
 from aqg.sim.record import DROPPED
@@ -101,7 +101,7 @@ records = st.one_of(
 @given(st.dictionaries(st.sampled_from(["aqg", "other"]), records))
 def test_content_of_any_kind_is_read_or_refused(content):
     with pytest.raises((MessageError, WireError)):  # nobody finds a checksum by chance
-        unpack(RecordDict(content))
+        Envelope.unpack(RecordDict(content))
 
 
 HOSTILE = "gone\n2026 round 9: all is well\x1b[2J\x1b]0;title\x07\r\u202e\u2028\x00"

@@ -25,7 +25,7 @@ from aqg.flower import Buffered, Compressed, aqg_mod
 from aqg.flower.compressed import checks_of, own_recipe
 from aqg.flower.grid import CompressedGrid
 from aqg.flower.private import bounded_pulls
-from aqg.flower.roster import Roster
+from aqg.flower.rounds import Roster
 
 from tests.flower.memory_grid import MemoryGrid
 from tests.flower.small_app import (

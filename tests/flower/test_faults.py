@@ -10,7 +10,6 @@ from flwr.app import ConfigRecord, Message
 
 from aqg.errors import ConfigError
 from aqg.flower import make_client_app
-from aqg.flower.envelope import pack
 from aqg.wire.entry import encode_log
 
 from tests.flower.federation import LOST, Federation, at, reference, round_of, task_of
@@ -110,7 +109,7 @@ def forged(federation):
 def of_another_version(reply):
     envelope = envelope_of(reply)
     envelope.version, envelope.says_version = "0.0.9", True
-    reply.content["aqg"] = pack(envelope)
+    reply.content["aqg"] = envelope.pack()
 
 
 def raises(_gradient):

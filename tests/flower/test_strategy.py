@@ -26,17 +26,14 @@ from aqg.core.server import Step
 from aqg.errors import ConfigError, MessageError, RunError
 from aqg.flower import AQG, Buffered, Compressed, FlowerTask, aqg_mod, make_client_app, make_mod
 from aqg.flower.envelope import (
-    COMPRESSED,
-    FULL,
     RECORD,
     Envelope,
     array_of,
-    pack,
     record_of,
     tensor_of,
 )
 from aqg.protocol import ClientSession, ServerSession
-from aqg.protocol.messages import reply_from_bytes
+from aqg.protocol.messages import Reply
 from aqg.protocol.store import DirectoryVault
 
 from tests.flower.federation import Federation
@@ -462,7 +459,7 @@ def test_a_crash_after_a_rollback_leaves_the_memory_as_it_was(tmp_path, monkeypa
         with pytest.raises(RunError, match="the power fails"):
             ClientSession(tmp_path / "one").answer(order, train_at)
     answers = (ClientSession(tmp_path / n).answer(order, train_at) for n in ("one", "other"))
-    reply, other = (replace(reply_from_bytes(a, ANY), work_seconds=0.0) for a in answers)
+    reply, other = (replace(Reply.from_bytes(a, ANY), work_seconds=0.0) for a in answers)
     assert reply == other
     assert reply.rolled_back
     vectors = [sum(1 for _ in (tmp_path / n).rglob("vector-*.npz")) for n in ("one", "other")]
@@ -488,10 +485,10 @@ def test_a_client_holds_few_vectors_of_a_large_model(tmp_path, downlink, most_ve
             phase = channel.publish({}, is_train=True)
             part, is_full = channel.order(NODE, evaluate=False)
             envelope, content = Envelope(), {}
-            envelope.add("arrays", FULL if is_full else COMPRESSED, part)
+            envelope.add("arrays", Envelope.FULL if is_full else Envelope.COMPRESSED, part)
             if is_full:
                 content["arrays"] = record_of(channel.copied().items())
-            content[RECORD] = pack(envelope)
+            content[RECORD] = envelope.pack()
             message = Message(RecordDict(content), NODE, "train", ttl=60.0)
             message.metadata.__dict__["_message_id"] = str(number)
             del content

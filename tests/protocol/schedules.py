@@ -16,23 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aqg.core.downlink import Exact
+from aqg.core.downlink import Exact, Public
 from aqg.core.optimizers import make_optimizer
-from aqg.core.public import Public
 from aqg.core.server import Step
 from aqg.core.step_sizes import Fixed
 from aqg.core.types import FloatArray
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
-from aqg.protocol.log import Publisher
-from aqg.protocol.mirrors import (
-    ClientMirror,
-    answer,
-    find_base,
-    fingerprint,
-    lost_reply,
-    stale_reply,
-)
+from aqg.protocol.log import LostError, Publisher, Terms, follow, holding_of
+from aqg.protocol.messages import ClientMirror, find_base, fingerprint
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_log
 
 ROUND_SECONDS = 10.0
@@ -355,7 +346,7 @@ class World:
 
         base = self.find(self.recipe, disk.mirror, order, int(self.rng.integers(1000)))
         if base is None:
-            say(stale_reply(order))
+            say(order.stale_reply())
             return
         held = base.snapshot.state.track.position[0]
         assert base.restarted or np.array_equal(held, truth.mirror), (
@@ -371,13 +362,13 @@ class World:
             try:
                 public = self.follow(self.terms, order.parcel, disk.public, start)
             except LostError as error:
-                say(lost_reply(order, holding_of(self.terms, disk.public, start), str(error)))
+                say(order.lost_reply(holding_of(self.terms, disk.public, start), str(error)))
                 return
             assert is_equal(public, truth.public), "a client trains on another model"
             params = public.parameters
         noise = np.random.default_rng([order.round, client]).standard_normal(NUM_PARAMS)
         gradient = params - self.targets[client] + 0.3 * noise
-        memory, reply = answer(self.recipe, base, order, gradient)
+        memory, reply = base.answer(self.recipe, order, gradient)
         if self.happens(self.rates.crash_before_saving, "crash"):
             return
         self.disks[client] = Disk(memory, public)

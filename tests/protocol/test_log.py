@@ -10,18 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aqg import DenseUpload, encode, make_recipe
-from aqg.core.arrays import from_arrays, to_arrays
 from aqg.core.downlink import Condensed, Exact, Full
 from aqg.core.optimizers import make_optimizer
 from aqg.core.round import init_client, respond
 from aqg.core.server import Step, take_message
 from aqg.core.step_sizes import DistanceOverGradients
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import MessageError, RunError, WireError
-from aqg.protocol import follower
-from aqg.protocol.book import MirrorBook
-from aqg.protocol.log import LogState, ModelLog, Publisher
-from aqg.protocol.messages import order_from_bytes, to_bytes
-from aqg.protocol.mirrors import ClientMirror, answer, find_base, max_frame_bytes
+from aqg.protocol.log import (
+    STATE_DIGEST_BYTES,
+    LogState,
+    LostError,
+    ModelLog,
+    Parcel,
+    Publisher,
+    Terms,
+    first_held,
+    follow,
+    holding_of,
+)
+from aqg.protocol.messages import ClientMirror, Order, find_base, max_frame_bytes
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import (
     decode_snapshot,
     encode_log,
@@ -97,7 +106,7 @@ class Book(MirrorBook):
         recipe, start = make_recipe(recipe), np.random.default_rng(1).standard_normal(SIZE)
         step = Step(0.1, optimizer=make_optimizer(optimizer), downlink=downlink)
         book = Book.first(recipe, start.astype(np.float32), np.ones(3), step)
-        book.terms, book.rng = follower.Terms(recipe, SIZE, "float32"), np.random.default_rng(2)
+        book.terms, book.rng = Terms(recipe, SIZE, "float32"), np.random.default_rng(2)
         return book
 
     @property
@@ -118,7 +127,7 @@ class Book(MirrorBook):
             self.step()
 
     def follow(self, client, held):
-        public = follower.follow(self.terms, self.parcel(client), held, lambda: self.start)
+        public = follow(self.terms, self.parcel(client), held, lambda: self.start)
         self.publisher.followed(client)
         return public
 
@@ -134,14 +143,14 @@ def quantized(recipe, vector):
 )
 def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
     book = Book.of(recipe, downlink, "momentum")
-    held = [follower.first_held(book.terms, lambda: book.start)] * 3
+    held = [first_held(book.terms, lambda: book.start)] * 3
     for pause in (1, 10, 1000):
         for _ in range(pause):
             held[0] = book.follow(0, held[0])
             book.pass_rounds()
         parcel = book.parcel(1)
         held[1] = book.follow(1, held[1])
-        assert follower.public_digest(held[1]) == follower.public_digest(book.public)
+        assert held[1].digest() == book.public.digest()
         size = len(parcel.snapshot) + len(parcel.log)
         assert size < 4 * SIZE * (pause + 5)
         if pause == 1:
@@ -161,16 +170,16 @@ def test_a_client_that_misses_rounds_is_brought_up_to_date(recipe, downlink):
 )
 def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
     book = Book.of(recipe, downlink)
-    held = [follower.first_held(book.terms, lambda: book.start)]
+    held = [first_held(book.terms, lambda: book.start)]
     for _ in range(5):
         book.pass_rounds()
         parcel = book.parcel(0)  # no reply arrives: the server thinks that it holds round 1
         assert log_rounds(parcel.log).start == 1
-        held.append(follower.follow(book.terms, parcel, held[-1], lambda: None))
-    assert follower.public_digest(held[-1]) == book.publisher.digest
-    old = follower.Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
-    with pytest.raises(follower.LostError, match="round 6 is held here, which is later than"):
-        follower.follow(book.terms, old, held[-1], lambda: None)
+        held.append(follow(book.terms, parcel, held[-1], lambda: None))
+    assert held[-1].digest() == book.publisher.digest
+    old = Parcel(4, bytes(4), encode_log(1, book.publisher.state().entries[:3]))
+    with pytest.raises(LostError, match="round 6 is held here, which is later than"):
+        follow(book.terms, old, held[-1], lambda: None)
     with pytest.raises(WireError, match="the log has rounds 1 to 5, not 7"):
         log_since(parcel.log, 7)
 
@@ -178,14 +187,14 @@ def test_entries_that_a_client_has_are_left_out_of_account(recipe, downlink):
 def test_a_snapshot_is_relative_to_a_start_that_a_client_has():
     book = Book.of("laq", Exact())
     book.pass_rounds(7)
-    book.publisher.lost(1, follower.holding_of(book.terms, None, lambda: book.start))
+    book.publisher.lost(1, holding_of(book.terms, None, lambda: book.start))
     relative = book.parcel(1)
-    book.publisher.lost(1, follower.holding_of(book.terms, None, lambda: None))
+    book.publisher.lost(1, holding_of(book.terms, None, lambda: None))
     absolute = book.parcel(1)
     assert (relative.snapshot[1], absolute.snapshot[1]) == (1, 0)
     for parcel in (relative, absolute):
-        public = follower.follow(book.terms, parcel, None, lambda: book.start)
-        assert follower.public_digest(public) == book.publisher.digest
+        public = follow(book.terms, parcel, None, lambda: book.start)
+        assert public.digest() == book.publisher.digest
 
 
 def test_the_log_comes_back_from_arrays():
@@ -196,7 +205,7 @@ def test_the_log_comes_back_from_arrays():
     assert again[1:6] == state[1:6]
     assert again.positions.tolist() == state.positions.tolist()
     arrays = to_arrays(state)
-    arrays["digests"] = arrays["digests"][: follower.STATE_DIGEST_BYTES]
+    arrays["digests"] = arrays["digests"][:STATE_DIGEST_BYTES]
     with pytest.raises(RunError, match="digests has 4 bytes; its parts have"):
         from_arrays(LogState, arrays)
     with pytest.raises(RunError, match="3 digests for 3 entries"):
@@ -322,21 +331,21 @@ class KeepsItsLogWhenItCrashes(World):
 
 
 def follow_without_digests(terms, parcel, held, start):
-    public = held or follower.first_held(terms, start)
+    public = held or first_held(terms, start)
     try:
         if parcel.snapshot:
             public = decode_snapshot(parcel.snapshot, terms.blank(), start())
         if public is None:
-            raise follower.LostError("nothing is held")
+            raise LostError("nothing is held")
         log = log_since(parcel.log, public.round)
         return follow_log(log, public, terms.recipe.movement)
     except WireError as error:
-        raise follower.LostError(str(error)) from error
+        raise LostError(str(error)) from error
 
 
 def follow_with_digests_after_a_pause(terms, parcel, held, start):
     if held is None or parcel.round != held.round + 1 or parcel.snapshot:
-        return follower.follow(terms, parcel, held, start)
+        return follow(terms, parcel, held, start)
     return follow_without_digests(terms, parcel, held, start)  # one entry: what could go wrong
 
 
@@ -381,7 +390,7 @@ class Pair:
         assert base is not None
         if gradient is None:
             gradient = self.rng.standard_normal(NUM_PARAMS)
-        self.client, reply = answer(self.recipe, base, order, gradient)
+        self.client, reply = base.answer(self.recipe, order, gradient)
         return reply
 
     def round(self):
@@ -476,6 +485,6 @@ def test_values_that_overflow_the_mirror_are_refused():
 )
 def test_a_bad_order_is_refused(change, complaint):
     order = Pair().order()
-    assert order_from_bytes(to_bytes(order)) == order
+    assert Order.from_bytes(order.to_bytes()) == order
     with pytest.raises(MessageError, match=complaint):
         replace(order, **change)

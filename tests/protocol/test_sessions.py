@@ -10,7 +10,7 @@ from aqg import make_recipe
 from aqg.core.downlink import make_downlink
 from aqg.errors import ConfigError, MessageError, RunError, WireError
 from aqg.protocol import ClientSession, ServerSession
-from aqg.protocol.messages import order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Order, Reply
 from aqg.sim.reference import ReferenceSimulation
 from aqg.sim.training import LocalTraining, Training
 from aqg.wire.entry import SNAPSHOT_MARK
@@ -35,11 +35,11 @@ def make_server(path=None, parameters=ZEROS, **options):
 def whole_order(server, client):
     """Return an order that can be read by itself, as a client gets it that has said nothing yet."""
     server._informed.discard(client)
-    return order_from_bytes(server.order(client))
+    return Order.from_bytes(server.order(client))
 
 
 def read_reply(client, order, m=0):
-    return reply_from_bytes(client.answer(to_bytes(order), train_of(m)), order.stamp)
+    return Reply.from_bytes(client.answer(order.to_bytes(), train_of(m)), order.stamp)
 
 
 def exchange(server, client, number=0, train=None):
@@ -98,7 +98,7 @@ def test_exact_gradients_are_sent_as_lean_does_and_others_leave_no_trace(tmp_pat
         assert order.updates == ("exact" if exact else "sampled")
     assert replies["auto", True] == replies["lean:widest=3", True]
     fresh = ClientSession()  # a new disk: once it has the model, it sends what the old one did
-    assert server.take(0, fresh.answer(to_bytes(order), train_of(0))).wants_order
+    assert server.take(0, fresh.answer(order.to_bytes(), train_of(0))).wants_order
     reply = read_reply(fresh, whole_order(server, 0))
     assert reply.frame == replies["auto", False] != b""
 
@@ -142,7 +142,7 @@ def test_the_same_order_gets_the_same_reply(tmp_path):
     assert "round 1" in server.take(0, first).problem
     later = server.order(0)
     ClientSession(tmp_path).answer(later, train)
-    assert read_reply(ClientSession(tmp_path), order_from_bytes(order)).stale
+    assert read_reply(ClientSession(tmp_path), Order.from_bytes(order)).stale
 
 
 def test_a_server_goes_on_from_its_directory(tmp_path):
@@ -236,7 +236,7 @@ def test_everything_goes_wrong_at_once(tmp_path, seed):
 def test_bad_orders_and_replies_change_nothing(tmp_path):
     server, client = make_server(), ClientSession(tmp_path)
     order = server.order(0)
-    other = to_bytes(replace(order_from_bytes(order), fingerprint=bytes(16)))
+    other = replace(Order.from_bytes(order), fingerprint=bytes(16)).to_bytes()
     for bad, kind, complaint in (
         (order[:40] + b"\0\0" + order[42:], WireError, "checksum"),
         (b"", WireError, "too few"),
@@ -248,12 +248,12 @@ def test_bad_orders_and_replies_change_nothing(tmp_path):
     with pytest.raises(ConfigError, match="do not agree"):
         ClientSession(recipe=make_recipe("stc")).answer(order, train_of(0))
     reply = ClientSession().answer(order, train_of(0))
-    read = reply_from_bytes(reply, order_from_bytes(order).stamp)
+    read = Reply.from_bytes(reply, Order.from_bytes(order).stamp)
     for bad, complaint in (
         *((no_reply, "it must be bytes") for no_reply in (None, "reply", 3, [1])),
         (bytes(10_000), "10000 bytes"),
-        (to_bytes(replace(read, digest=bytes(4))), "digest"),
-        (to_bytes(replace(read, epoch=3)), "epoch"),
+        (replace(read, digest=bytes(4)).to_bytes(), "digest"),
+        (replace(read, epoch=3).to_bytes(), "epoch"),
     ):
         assert complaint in server.take(0, bad).problem
     with pytest.raises(MessageError, match="client is 3"):
@@ -323,14 +323,14 @@ def test_a_first_model_travels_in_few_bytes(tmp_path, start):
 def test_a_client_that_cannot_use_a_first_model_gets_a_snapshot():
     server = ServerSession(np.full(8, 0.5), 1, recipe="gd", start="seed")
     order = whole_order(server, 0)
-    broken = to_bytes(replace(order, snapshot=order.snapshot[:-1] + b"\0"))
+    broken = replace(order, snapshot=order.snapshot[:-1] + b"\0").to_bytes()
     client = ClientSession()
     receipt = server.take(0, client.answer(broken, lambda model, _round: model))
     assert receipt.wants_order
     assert "checksum of the first model" in receipt.problem
     order = whole_order(server, 0)
     assert order.snapshot[0] == SNAPSHOT_MARK
-    assert server.take(0, client.answer(to_bytes(order), lambda model, _round: model)).is_taken
+    assert server.take(0, client.answer(order.to_bytes(), lambda model, _round: model)).is_taken
 
 
 @pytest.mark.parametrize("recipe", ["auto", "qsgd"])
@@ -367,7 +367,7 @@ def test_heads_are_short():
         assert server.take(0, reply).is_taken
         server.step()
         if known:
-            read = order_from_bytes(order, known)
-            frame = reply_from_bytes(reply, read.stamp).frame
+            read = Order.from_bytes(order, known)
+            frame = Reply.from_bytes(reply, read.stamp).frame
             sizes.append(len(order) - len(read.log) + len(reply) - len(frame))
     assert max(sizes) <= 40

@@ -15,9 +15,9 @@ from itertools import count
 import numpy as np
 import pytest
 
+from aqg.core.downlink import DIGEST_BYTES, STATE_DIGEST_BYTES
 from aqg.errors import ConfigError, RunError
-from aqg.protocol.digests import DIGEST_BYTES, STATE_DIGEST_BYTES
-from aqg.protocol.messages import Order, Reply, to_bytes
+from aqg.protocol.messages import Order, Reply
 from aqg.runs import files, loop
 from aqg.runs.config import resolve
 from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Cost, Meter
@@ -238,9 +238,9 @@ def test_heads_are_as_long_as_those_of_real_messages():
     said = {"stale": False, "restarted": False, "rolled_back": False, "fault": "", "frame": b""}
     said |= {"loss": float(np.float32(0.1)), "num_samples": 1000, "work_seconds": 0.5}
     reply = Reply(**both, **said, base_digest=digest, digest=other, held_round=100)
-    assert len(to_bytes(order)) == FIRST_ORDER_BYTES
-    assert len(to_bytes(order, order)) == ORDER_BYTES
-    assert len(to_bytes(reply, order.stamp)) == REPLY_BYTES
+    assert len(order.to_bytes()) == FIRST_ORDER_BYTES
+    assert len(order.to_bytes(order)) == ORDER_BYTES
+    assert len(reply.to_bytes(order.stamp)) == REPLY_BYTES
 
 
 def test_whole_models_have_no_first_one_besides(tmp_path):

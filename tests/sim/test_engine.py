@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aqg.core.grids import Grid, round_up_to_bfloat16
-from aqg.core.kernels import measure
+from aqg.core.grids import Grid, measure, round_up_to_bfloat16
 from aqg.core.recipes import make_recipe
 from aqg.core.space import _PIECE_BYTES, num_threads
 from aqg.errors import ConfigError

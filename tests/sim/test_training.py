@@ -28,11 +28,10 @@ from aqg.runs.cost import FIRST_ORDER_BYTES, ORDER_BYTES, REPLY_BYTES, Meter
 from aqg.runs.directory import read_toml
 from aqg.runs.setup import build_problem, find_minimum
 from aqg.sim.engine import FastSimulation
-from aqg.sim.late import Late, Outages, Speeds
 from aqg.sim.problem import Problem
 from aqg.sim.record import AT_WORK, DROPPED, RoundRecord
 from aqg.sim.reference import ReferenceSimulation
-from aqg.sim.training import Dropout, LocalTraining, Training
+from aqg.sim.training import Dropout, Late, LocalTraining, Outages, Speeds, Training
 from aqg.wire import decode
 
 from tests import commands

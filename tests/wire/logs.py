@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from aqg.core.downlink import Entry, Public, advance
 from aqg.core.grids import Grid
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, advance, init_public
 from aqg.core.recipe import Movement
 from aqg.core.recipes import make_recipe
 from aqg.core.track import Change
@@ -26,7 +26,7 @@ LENGTH = 40
 
 def start(recipe="lean"):
     parameters = np.linspace(-1, 1, LENGTH, dtype=np.float32)
-    return init_public(make_recipe(recipe), parameters)
+    return Public.first(make_recipe(recipe), parameters)
 
 
 def of_velocity(seed):

@@ -14,9 +14,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from aqg.core.public import Entry, advance
+from aqg.core.downlink import Entry, advance
 from aqg.errors import MessageError, WireError
-from aqg.protocol.messages import Order, Reply, Stamp, order_from_bytes, reply_from_bytes, to_bytes
+from aqg.protocol.messages import Order, Reply, Stamp
 from aqg.wire import context, decode
 from aqg.wire.entry import Merger, encode_entry, encode_log, encode_snapshot
 from aqg.wire.frame import Mode
@@ -132,12 +132,12 @@ def statistics_read(data):
 def heads_read(data):
     """Tell whether an order, or a reply, is read; it is written again as it was then."""
     stamp = Stamp(1, 2, bytes(4))
-    for read, known in ((order_from_bytes, [ORDER]), (reply_from_bytes, stamp)):
+    for read, known in ((Order.from_bytes, [ORDER]), (Reply.from_bytes, stamp)):
         try:
             message = read(data, known)
         except (WireError, MessageError):
             continue
-        again = to_bytes(message, ORDER if isinstance(message, Order) else stamp)
+        again = message.to_bytes(ORDER if isinstance(message, Order) else stamp)
         assert read(again, known) == message or "nan" in repr(message)
         return True
     return False
@@ -175,8 +175,8 @@ def frames_of(kind):
         said = {"digest": b"abcd", "frame": b"frame", "loss": 0.5, "fault": "no"}
         reply = Reply(1, 3, epoch=1, uploads=2, **said)
         later = replace(ORDER, round=300, uploads=2, noise=1.5, log=b"log", snapshot=b"snapshot")
-        whole = [to_bytes(later), to_bytes(reply)]
-        short = [to_bytes(later, ORDER), to_bytes(reply, reply.base)]
+        whole = [later.to_bytes(), reply.to_bytes()]
+        short = [later.to_bytes(ORDER), reply.to_bytes(reply.base)]
         return [(head, heads_read) for head in whole + short]
     if kind == "merged":
         return [(merged(), partial(accepts_log, recipe="auto"))]

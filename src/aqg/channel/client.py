@@ -19,46 +19,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aqg import __version__
-from aqg.channel.copies import PublicCopy, decode_first
 from aqg.channel.server import FORGETTING, MOVING, OPEN
 from aqg.channel.tensors import (
     Kind,
+    PublicCopy,
     Schema,
     Tensor,
     Values,
-    decode_kept,
-    encode_kept,
+    decode_first,
     give_back,
     is_finite,
     is_same,
-    kinds_of,
     placed,
     vector_dtype,
 )
+from aqg.core.downlink import DIGEST_BYTES, xor
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
 from aqg.errors import AqgError, MessageError, RunError, WireError
 from aqg.objectives.layout import TensorSpec
 from aqg.protocol.client import agree, intact_base, log_reply, short
-from aqg.protocol.digests import DIGEST_BYTES, xor
-from aqg.protocol.follower import Holding, LostError, Parcel, Terms, follow
-from aqg.protocol.messages import (
-    Order,
-    Reply,
-    UnknownTermsError,
-    order_from_bytes,
-    terms_of_run,
-    to_bytes,
-)
-from aqg.protocol.mirrors import (
-    Base,
-    Snapshot,
-    answer,
-    fingerprint,
-    idle_reply,
-    lost_reply,
-    stale_reply,
-)
+from aqg.protocol.log import Holding, LostError, Parcel, Terms, follow
+from aqg.protocol.messages import Base, Order, Reply, Snapshot, UnknownTermsError, fingerprint
 from aqg.protocol.store import ClientStore, KeyedStore, Vault
 from aqg.start import OtherModelError
 from aqg.wire.entry import encode_log
@@ -107,7 +89,7 @@ class OutOfReachError(Exception):
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.lost)
         _logger.warning("version %d: the model is out of reach: %s", reply.round, self)
-        self.reply = to_bytes(reply)
+        self.reply = reply.to_bytes()
 
 
 class Held(NamedTuple):
@@ -188,7 +170,7 @@ def receive(
     `WireError` where the order cannot be used.
     """
     try:
-        order = order_from_bytes(part, memory.terms())
+        order = Order.from_bytes(part, memory.terms())
     except UnknownTermsError as error:
         raise OutOfReachError(error.reply()) from None
     store = None if order.layout[0] & FORGETTING else memory.copies(order.run)
@@ -211,7 +193,7 @@ def receive(
 
 
 def _out_of_reach(order: Order, why: object) -> OutOfReachError:
-    return OutOfReachError(lost_reply(order, Holding(), str(why)))
+    return OutOfReachError(order.lost_reply(Holding(), str(why)))
 
 
 def _open(
@@ -244,7 +226,7 @@ def _follow(
         copy = held.with_layout(schema, layout)
         public = copy.public
     if order.statistics:
-        changed = decode_kept(order.statistics, schema)
+        changed = schema.decode(order.statistics)
         if unknown := sorted(set(changed) - set(copy.kept)):
             raise WireError(f"tensor {unknown[0]!r} is compressed; it does not come as it is")
         copy = copy.with_kept(changed)
@@ -280,7 +262,7 @@ def reply_to(
     """
     order, schema, before, after = held.order, held.schema, dict(held.values), dict(after)
     held = held._replace(values={})
-    kinds = kinds_of(schema)
+    kinds = schema.kinds()
     beside = held.beside()
     chosen = schema.chosen(order.layout[1:])
     inside = schema.names(order.layout[1:])
@@ -304,12 +286,12 @@ def reply_to(
     if bad is not None:
         fault = f"tensor {bad[:200]!r} holds NaN or infinity after training"
         _logger.warning("version %d: nothing sent: %s", order.round, fault)
-        return to_bytes(idle_reply(order, fault=fault), order.stamp)
+        return order.idle_reply(fault=fault).to_bytes(order.stamp)
     if order.layout[0] & OPEN:  # the client may choose among the tensors
         chosen = [spec for spec in chosen if spec.name in changed]
     layout = schema.bitmap(spec.name for spec in chosen)
     kept = changed - {spec.name for spec in chosen}
-    beside_frame = layout + encode_kept(after, kept, schema, kinds) if kept else layout
+    beside_frame = layout + schema.encode(after, kept, kinds) if kept else layout
     if beside_frame == order.layout[1:]:
         beside_frame = b""
     update = _update(before, after, is_update, chosen) if chosen else None
@@ -319,7 +301,7 @@ def reply_to(
     reply = replace(reply, statistics=beside_frame, held_round=order.round)
     if held.is_stepping:
         reply = replace(reply, work_seconds=short(seconds))
-    return to_bytes(reply, order.stamp)
+    return reply.to_bytes(order.stamp)
 
 
 def _update(
@@ -350,7 +332,7 @@ def _respond(
     """Return the reply for the tensors that are compressed, and remember it."""
     order, schema, recipe = held.order, held.schema, held.recipe
     if update is None:
-        return idle_reply(order)
+        return order.idle_reply()
     if layout != order.layout[1:]:  # the server lets clients choose, and has no mirror yet
         size, dtype = schema.vector_of(layout)
         zero = Snapshot.zero(recipe, size, dtype).stamp
@@ -363,12 +345,12 @@ def _respond(
         )
     if held.is_forgotten:
         nothing = Base(Snapshot.zero(recipe, order.num_params, order.dtype))
-        return answer(recipe, nothing, order, update, loss)[1]
+        return nothing.answer(recipe, order, update, loss)[1]
     store = memory.mirrors(order.run, order.fingerprint, layout)
     if order.serial <= store.answered:
-        return stale_reply(order)
+        return order.stale_reply()
     base = intact_base(recipe, store, order)
-    mirror, reply = answer(recipe, base, order, update, loss)
+    mirror, reply = base.answer(recipe, order, update, loss)
     store.save(mirror)  # before the reply leaves: a crash from here on is a lost upload
     log_reply(order, reply)
     return reply
@@ -398,7 +380,7 @@ class CopyStore(KeyedStore):
     def terms(self) -> Order | None:
         """Return what was said of the model when it first came; None where that is not known."""
         try:
-            return order_from_bytes(bytes.fromhex(self._read_index()["terms"]))
+            return Order.from_bytes(bytes.fromhex(self._read_index()["terms"]))
         except (AqgError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -430,7 +412,7 @@ class CopyStore(KeyedStore):
         """Write the copy and the terms of its order, whole or not at all."""
         index: dict[str, Any] = {
             "key": self._key,
-            "terms": to_bytes(terms_of_run(order)).hex(),
+            "terms": order.terms_of_run().to_bytes().hex(),
             "schema": schema.rows(),
             "layout": copy.layout.hex(),
             "public": self._arrays.write_public(copy.public),

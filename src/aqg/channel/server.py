@@ -19,33 +19,31 @@ from weakref import WeakSet
 
 import numpy as np
 
-from aqg.channel.copies import First, PublicCopy, choose_way
 from aqg.channel.settings import Settings
 from aqg.channel.tensors import (
     PIECE,
+    First,
     Kind,
     Kinds,
+    PublicCopy,
     Schema,
     Tensor,
     Update,
     Values,
     as_received,
-    decode_kept,
-    encode_kept,
+    choose_way,
     flatten,
     is_finite,
     is_same,
-    kinds_of,
     pieces,
     shifted,
     squared_norm,
     vector_dtype,
 )
 from aqg.core.auto import first_budget
-from aqg.core.downlink import Condensed, rounded_up
+from aqg.core.downlink import Condensed, Entry, Public, advance, rounded_up
 from aqg.core.grids import value_table
 from aqg.core.messages import AnyUpload, Message, Skip, Upload, energy_of, num_nonzero
-from aqg.core.public import Entry, Public, advance
 from aqg.core.quantizers import TERNARY_WIDTH, largest, ternary
 from aqg.core.round import describe_fault
 from aqg.core.server import Peer, on_grid
@@ -54,10 +52,8 @@ from aqg.core.track import Flow, correct
 from aqg.core.types import FloatArray, IntArray
 from aqg.errors import ConfigError, MessageError
 from aqg.objectives.layout import TensorSpec
-from aqg.protocol.follower import LostError
-from aqg.protocol.log import ModelLog
-from aqg.protocol.messages import Order, Reply, reply_from_bytes, to_bytes
-from aqg.protocol.mirrors import fingerprint, first_peer, take_reply, update_of
+from aqg.protocol import messages
+from aqg.protocol.log import LostError, ModelLog
 from aqg.wire.entry import encode_entry, encode_log, encode_snapshot
 
 OPEN, MOVING, FORGETTING = 1, 2, 4
@@ -118,7 +114,7 @@ class Taken(NamedTuple):
     peer: Peer | None
     message: Message  # what was sent
     update: Update  # what it stands for; of no values where nothing was compressed
-    reply: Reply  # as it came
+    reply: messages.Reply  # as it came
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the model that the reply stands for, in order.
@@ -176,7 +172,7 @@ class Channel:
         self.fault = ""
         self._settings = settings
         self._recipe = settings.make_recipe()
-        self._kinds = kinds or kinds_of(self.schema, settings.include, settings.exclude)
+        self._kinds = kinds or self.schema.kinds(settings.include, settings.exclude)
         self._values = self.schema.cast(values)
         self.odd = tuple(name for name, t in self._values.items() if not is_finite(t))
         self._kinds |= dict.fromkeys(self.odd, Kind.STILL)
@@ -264,10 +260,10 @@ class Channel:
         stamp = self._peer(place, copy.layout).held.stamp
         names = ("recipe", "bits", "max_staleness", "seed", "updates")
         terms = size, dtype, settings.seed, self.schema.fingerprint
-        order = Order(
+        order = messages.Order(
             **{name: getattr(settings, name) for name in names},
             run=self.run,
-            fingerprint=fingerprint(self._recipe, *terms),
+            fingerprint=messages.fingerprint(self._recipe, *terms),
             num_params=size,
             dtype=dtype,
             incarnation=self.incarnation,
@@ -285,7 +281,7 @@ class Channel:
             noise=self._noise,
         )
         is_informed = not is_behind and self._informed.get(place) == order.layout
-        return to_bytes(order, order if is_informed else None), is_full
+        return order.to_bytes(order if is_informed else None), is_full
 
     def _place(self, node: int) -> int:
         """Return under which number a node is remembered."""
@@ -307,7 +303,7 @@ class Channel:
 
     def _kept_since(self, position: int) -> bytes:
         names = [name for name, version in self._changed.items() if version > position]
-        return encode_kept(self._copy.kept, names, self.schema, self._kinds) if names else b""
+        return self.schema.encode(self._copy.kept, names, self._kinds) if names else b""
 
     @property
     def _noise(self) -> float:
@@ -371,7 +367,7 @@ class Channel:
     def take(self, node: int, phase: Phase, part: bytes) -> Taken:
         """Read a node's reply; raise where it is refused. Nothing changes until it is committed."""
         place = self._place(node)
-        reply = reply_from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
+        reply = messages.Reply.from_bytes(part, self._peer(place, phase.copy.layout).held.stamp)
         if reply.lost:
             raise LostError(reply.lost)
         if reply.stale:
@@ -390,7 +386,7 @@ class Channel:
         told = self.schema.names(phase.copy.layout)
         if inside != told and not (phase.is_open and inside < told):
             raise MessageError("it compressed other tensors than it was told to")
-        kept = decode_kept(rest, self.schema) if rest else {}
+        kept = self.schema.decode(rest) if rest else {}
         for name, tensor in kept.items():
             if name in inside:
                 raise MessageError(f"tensor {name!r} comes compressed and as it is")
@@ -404,8 +400,10 @@ class Channel:
                 raise MessageError("it sent a frame for no tensors")
             nothing = Update(np.zeros(0, np.float32), dtype)
             return Taken(self, node, phase, layout, kept, None, Skip(), nothing, reply)
-        peer, message = take_reply(self._recipe, self._peer(place, layout), reply, size, dtype)
-        update = Update(update_of(self._recipe, peer, message, size), dtype)
+        peer, message = messages.take_reply(
+            self._recipe, self._peer(place, layout), reply, size, dtype
+        )
+        update = Update(messages.update_of(self._recipe, peer, message, size), dtype)
         return Taken(self, node, phase, layout, kept, peer, message, update, reply)
 
     def commit(self, taken: Taken) -> None:
@@ -455,7 +453,7 @@ class Channel:
             return known[1]
         vector = self.schema.vector_of(layout)
         if vector not in self._zero:  # all that have no mirror yet share one of zeros
-            self._zero = {vector: first_peer(self._recipe, *vector)}
+            self._zero = {vector: messages.first_peer(self._recipe, *vector)}
         return self._zero[vector]
 
     def _next_layout(self) -> bytes | None:
@@ -511,8 +509,8 @@ class Channel:
         changed = [n for n in copy.kept if self._differs(n, self._values[n], copy.kept[n])]
         tensors: Values = self._values
         for _ in range(2 if changed else 0):  # what was read once is read the same ever after
-            kept = encode_kept(tensors, changed, self.schema, self._kinds)
-            tensors = decode_kept(kept, self.schema)
+            kept = self.schema.encode(tensors, changed, self._kinds)
+            tensors = self.schema.decode(kept)
         self._changed |= dict.fromkeys(changed, copy.version + 1)
         return copy.with_kept(tensors if changed else {})
 

@@ -31,7 +31,7 @@ class Settings:
     own: Recipe | None = None
     # their kind, by which the recipe chooses: see `aqg.core.recipe.kind_of_updates`
     updates: str = SAMPLED
-    start: str = "exact"  # how the first model travels (`aqg.channel.copies`)
+    start: str = "exact"  # how the first model travels (`aqg.channel.tensors`)
     # what clients hold between rounds, the ``"model"`` and what the recipe keeps, or ``"none"``
     # of it
     memory: str = "model"

@@ -14,22 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.channel.copies import PublicCopy, tensor_digest
 from aqg.channel.server import Channel, Phase, Taken
 from aqg.channel.settings import Settings
-from aqg.channel.tensors import Kind, Kinds, Tensor, Values, unflatten
-from aqg.core.downlink import Full
-from aqg.core.public import lies_on_grid, mark_after
+from aqg.channel.tensors import Kind, Kinds, PublicCopy, Tensor, Values, tensor_digest, unflatten
+from aqg.core.downlink import Full, lies_on_grid
 from aqg.core.server import Peer, Step
 from aqg.core.step_sizes import share_of_newest
 from aqg.core.types import Float64Array
 from aqg.errors import ConfigError, MessageError
-from aqg.protocol.book import MirrorBook, book_from_arrays, book_to_arrays
 from aqg.protocol.log import ModelLog
+from aqg.protocol.server import MirrorBook
 from aqg.wire.entry import encode_entry, known_velocity
 from aqg.wire.varint import write_varint
-
-Arrays = Mapping[str, NDArray[Any]]
 
 
 class Travel(NamedTuple):
@@ -121,7 +117,7 @@ class SteppingChannel(Channel):
         copy = self._averaged_beside(taken if is_step else {})
         self._log.append(encode_entry(entry, known_velocity(before)))
         public = book.public
-        public = public.marked(mark_after(self._copy.public.mark, entry, public))
+        public = public.marked_after(self._copy.public.mark, entry)
         copy = copy._replace(public=public).digested()
         beside = {name: self._values[name] for name in self._travels()}  # before any rounding
         self._copy, self._values = copy, {**copy.values(self.schema), **beside}
@@ -145,7 +141,7 @@ class SteppingChannel(Channel):
         beside |= {f"mean {name}": mean for name, mean in self._means.items()}
         log = self._log
         return {
-            **book_to_arrays(self.book),
+            **self.book.to_arrays(),
             **beside,
             "copy_digest": np.frombuffer(copy.digest, np.uint8),
             "log_start": np.array(log.first, np.int64),
@@ -157,7 +153,7 @@ class SteppingChannel(Channel):
 
     def restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         """Go on from what `to_arrays` returned."""
-        self.book = book_from_arrays(arrays, self._recipe, self._how, None)
+        self.book = MirrorBook.from_arrays(arrays, self._recipe, self._how, None)
         named = {
             kind: {n.partition(" ")[2]: a for n, a in arrays.items() if n.startswith(f"{kind} ")}
             for kind in ("kept", "value", "mean")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aqg.core.kernels import Innovation
+from aqg.core.grids import Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.track import Memory

@@ -14,7 +14,15 @@ midtread,  2               mean of ``|Δ|``   ``(2q - 1) · step``
 The step is always a bfloat16 number, rounded up from the formula. It has 8 significant bits and a
 level has at most 16, so every value is an *exact* float32 product and ``reference + value`` rounds
 once, the same way on every machine, with or without fused multiply-add.
+
+The client's hot loops are compiled. They take rows ``(num_rows, n)``, so that a simulator can hand
+in many clients at once, and work in blocks that fit the first-level cache; sums run in the array's
+own precision inside a block and in float64 across blocks. Only sums may be reordered by the
+compiler (``reassoc``). `add_levels` and `move_mirror`, which move the mirrors, allow nothing: their
+products are exact and their additions round once.
 """
+
+from __future__ import annotations
 
 import enum
 import math
@@ -22,7 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aqg.core.types import FloatArray
+from aqg.core.types import BoolArray, Float64Array, FloatArray, Levels
+from aqg.jit import njit, part
 
 MAX_WIDTH = 16
 MIN_STEP = 2.0**-126
@@ -49,11 +58,7 @@ class Affine(NamedTuple):
 
 
 def num_levels(grid: Grid, width: int) -> int:
-    """Count the levels of ``grid`` at ``width`` bits.
-
-    >>> num_levels(Grid.MIDRISE, 4), num_levels(Grid.MIDTREAD, 4), num_levels(Grid.MIDTREAD, 1)
-    (16, 15, 2)
-    """
+    """Count the levels of ``grid`` at ``width`` bits."""
     if grid is Grid.MIDRISE or width == 1:
         return 1 << width
     return (1 << width) - 1
@@ -139,3 +144,254 @@ def value_table(grid: Grid, width: int, step: float, dtype: type[np.floating]) -
     count = num_levels(grid, width)
     table[:count] = (scale * np.arange(count) - offset) * np.float64(unit)
     return table
+
+
+_BLOCK = 1024
+_SUMS = {"reassoc", "contract", "nsz"}
+_SAFE_EXPONENT = 40
+_BIT_TYPES = {4: np.uint32, 8: np.uint64}
+
+
+class Innovation(NamedTuple):
+    """Statistics of ``Δ``; every array has the leading (client) axes of ``Δ``, possibly none."""
+
+    in_range: BoolArray  # False where ``Δ`` has NaN, infinity or values beyond any grid
+    squared_norm: Float64Array  # ``‖Δ‖²``
+    steps: Float64Array  # the step each width ``b = 1..b_max`` would send, on the last axis
+    errors: Float64Array  # ``‖ε_b‖² = ‖Q_b(Δ) - Δ‖²`` for ``b = 1..b_max``, on the last axis
+    quantized_norm: Float64Array  # ``‖Q_bmax(Δ)‖²``
+
+
+def measure(delta: FloatArray, grid: Grid, max_width: int) -> Innovation:
+    """Measure ``Δ`` of shape ``(..., n)``: one scan for its size, one pass for all errors.
+
+    Where a row has NaN, infinity or a value above `MAX_RADIUS`, steps are zero and sums NaN.
+    """
+    rows = np.ascontiguousarray(delta).reshape(-1, delta.shape[-1])
+    sums = np.empty((len(rows), 3 + 2 * max_width))
+    bits = rows.view(_BIT_TYPES[rows.itemsize])
+    scratch = np.empty(_BLOCK + 2 * max_width + 1, rows.dtype)
+    _measure_rows(
+        rows, bits, grid is Grid.MIDRISE, max_width, sums, scratch, scratch[:1].view(bits.dtype)
+    )
+    found = Innovation(
+        in_range=sums[:, 0] <= MAX_RADIUS,  # False for NaN and infinity too
+        squared_norm=sums[:, 2],
+        steps=sums[:, 3 : 3 + max_width],
+        errors=sums[:, 3 + max_width :],
+        quantized_norm=sums[:, 1],
+    )
+    if delta.ndim == 2:
+        return found
+    return Innovation(*(part.reshape((*delta.shape[:-1], *part.shape[1:])) for part in found))
+
+
+def quantize(vector: FloatArray, grid: Grid, width: int, step: float) -> Levels:
+    """Return the level nearest to every coordinate, for coordinates within the grid's radius."""
+    levels: Levels = np.empty(len(vector), level_dtype(width))
+    _quantize(vector, grid is Grid.MIDRISE, width, float(step), levels)
+    return levels
+
+
+def add_levels(
+    base: FloatArray, levels: Levels, values: FloatArray, out: FloatArray | None = None
+) -> FloatArray:
+    """Return ``base + values[levels]``: the step both mirrors take; ``out`` may be ``base``.
+
+    ``values`` has an entry for everything the dtype of ``levels`` can hold (`grids.value_table`),
+    so that no level, however wrong, reads outside it.
+    """
+    out = np.empty_like(base) if out is None else out
+    _add_levels(base, levels, values, out)
+    return out
+
+
+@njit(fastmath=_SUMS)
+def _measure_rows(
+    rows: Any, bits: Any, midrise: Any, max_width: Any, sums: Any, scratch: Any, first_bits: Any
+) -> None:
+    """Write radius, ``‖Q_bmax(Δ)‖²``, ``‖Δ‖²``, all steps and all ``‖ε_b‖²`` of every row.
+
+    ``first_bits`` is the first number of ``scratch`` as an integer.
+    """
+    num_rows, n = rows.shape
+    kind = rows.dtype.type
+    scaled = scratch[1 : 1 + _BLOCK]
+    inverses = scratch[1 + _BLOCK : 1 + _BLOCK + max_width]
+    steps = scratch[1 + _BLOCK + max_width :]
+    for r in range(num_rows):
+        mean_abs = _scan_row(rows[r], bits[r], first_bits)
+        radius = np.float64(scratch[0])
+        for i in range(1, 3 + 2 * max_width):
+            sums[r, i] = 0.0
+        sums[r, 0] = radius
+        if not radius <= MAX_RADIUS:
+            sums[r, 1:3] = np.nan
+            sums[r, 3 + max_width :] = np.nan
+            continue
+        # Squares of very small or very large float32 numbers leave its range: work on a copy
+        # scaled by a power of two, which is exact.
+        exponent = 0
+        if rows.itemsize == 4:
+            exponent = math.frexp(radius)[1]
+            if abs(exponent) < _SAFE_EXPONENT:
+                exponent = 0
+        for b in range(max_width):
+            step = _grid_step(midrise, b + 1, radius, mean_abs)
+            sums[r, 3 + b] = step
+            step = math.ldexp(step, -exponent)
+            steps[b] = step
+            inverses[b] = _inverse_below(step, kind(0))
+        for start in range(0, n, _BLOCK):
+            block = rows[r, start : start + _BLOCK]
+            if exponent != 0:
+                for i in range(block.size):
+                    scaled[i] = math.ldexp(block[i], -exponent)
+                block = scaled[: block.size]
+            _add_block(block, midrise, steps, inverses, sums[r, 1:3], sums[r, 3 + max_width :])
+        if exponent != 0:
+            for i in range(1, 3):
+                sums[r, i] = math.ldexp(sums[r, i], 2 * exponent)
+            for i in range(3 + max_width, 3 + 2 * max_width):
+                sums[r, i] = math.ldexp(sums[r, i], 2 * exponent)
+
+
+@part(fastmath=_SUMS)
+def _scan_row(row: Any, bits: Any, largest: Any) -> Any:
+    """Write the bits of ``‖Δ‖_∞``; return the mean of ``|Δ|``."""
+    # Without its sign bit, a float's bit pattern orders as its magnitude does, with infinity above
+    # every number and NaN above infinity: one integer maximum finds the radius and any bad value.
+    n = len(row)
+    magnitude_mask = bits.dtype.type((1 << (8 * row.itemsize - 1)) - 1)
+    largest[0] = 0
+    total = 0.0
+    for start in range(0, n, _BLOCK):
+        block = row[start : start + _BLOCK]
+        block_bits = bits[start : start + _BLOCK]
+        block_max = largest[0]
+        for i in range(block_bits.size):
+            block_max = max(block_max, bits.dtype.type(block_bits[i] & magnitude_mask))
+        largest[0] = block_max
+        block_sum = row.dtype.type(0)
+        for i in range(block.size):
+            block_sum += abs(block[i])
+        total += block_sum
+    return total / max(n, 1)
+
+
+_rounded_up = part()(round_up_to_bfloat16)
+
+
+@part()
+def _grid_step(midrise: Any, width: Any, radius: Any, mean_abs: Any) -> Any:
+    """Return the step a client sends for a vector with this radius and mean absolute value."""
+    if midrise:
+        value = 2 * radius / ((1 << width) - 1)
+    elif width == 1:
+        # Below the smallest step, rounding up would overshoot: nothing is closer than ± that.
+        value = mean_abs if mean_abs >= MIN_STEP else 0.0
+    else:
+        value = radius / ((1 << (width - 1)) - 1)
+    return _rounded_up(value)
+
+
+@part()
+def _inverse_below(step: Any, zero: Any) -> Any:
+    """Return ``1/step`` in the precision of ``zero``, never above it; zero for a step of zero.
+
+    With it, a coordinate below half a step never rounds up to a whole one, which is what makes
+    ``midtread`` a contraction to the last bit.
+    """
+    if step == 0.0:
+        return zero
+    return np.nextafter(type(zero)(1.0 / step), zero)
+
+
+@part(fastmath=_SUMS)
+def _add_block(
+    block: Any, midrise: Any, steps: Any, inverses: Any, norms: Any, errors: Any
+) -> None:
+    """Add a block's share of ``‖Q_bmax(Δ)‖²`` and ``‖Δ‖²``, and of ``‖ε_b‖²`` for every width."""
+    square_sum = block.dtype.type(0)
+    for i in range(block.size):
+        square_sum += block[i] * block[i]
+    norms[1] += square_sum
+    if len(steps) == 0:
+        return
+    for b in range(len(steps)):
+        errors[b] += _error_sum(block, midrise, b + 1, steps[b], inverses[b])
+    norms[0] += _value_sum(block, midrise, len(steps), steps[-1], inverses[-1])
+
+
+@part(fastmath=_SUMS)
+def _error_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
+    half = block.dtype.type(0.5)
+    error_sum = block.dtype.type(0)
+    if midrise:
+        for i in range(block.size):
+            error = (np.floor(block[i] * inverse) + half) * step - block[i]
+            error_sum += error * error
+    elif width == 1:
+        for i in range(block.size):
+            error = step - abs(block[i])
+            error_sum += error * error
+    else:
+        for i in range(block.size):
+            error = np.rint(block[i] * inverse) * step - block[i]
+            error_sum += error * error
+    return error_sum
+
+
+@part(fastmath=_SUMS)
+def _value_sum(block: Any, midrise: Any, width: Any, step: Any, inverse: Any) -> Any:
+    half = block.dtype.type(0.5)
+    value_sum = block.dtype.type(0)
+    if midrise:
+        for i in range(block.size):
+            value = (np.floor(block[i] * inverse) + half) * step
+            value_sum += value * value
+    elif width == 1:
+        value_sum = step * step * block.dtype.type(block.size)
+    else:
+        for i in range(block.size):
+            value = np.rint(block[i] * inverse) * step
+            value_sum += value * value
+    return value_sum
+
+
+@njit()
+def _quantize(vector: Any, midrise: Any, width: Any, step: Any, levels: Any) -> Any:
+    inverse = _inverse_below(step, vector.dtype.type(0))
+    half_count = np.int32(1 << (width - 1))
+    if midrise:
+        for i in range(len(vector)):
+            levels[i] = np.int32(np.floor(vector[i] * inverse)) + half_count
+    elif width == 1:
+        for i in range(len(vector)):
+            levels[i] = 1 if vector[i] >= 0 else 0
+    else:
+        for i in range(len(vector)):
+            levels[i] = np.int32(np.rint(vector[i] * inverse)) + half_count - 1
+
+
+@njit()
+def _add_levels(base: Any, levels: Any, values: Any, out: Any) -> Any:
+    for i in range(len(base)):
+        out[i] = base[i] + values[levels[i]]
+
+
+@njit()
+def move_mirror(
+    mirror: Any, levels: Any, scale: Any, offset: Any, unit: Any, total: Any, weight: Any
+) -> None:
+    """Do in one pass, in place: `add_levels` to ``mirror``, and its change to ``total``.
+
+    ``total += weight · (new - old)`` in float64, one rounding at a time, as a server does it.
+    Values come from the grid's formula (`aqg.core.grids.Affine`), where they are exact too.
+    """
+    factor, base = scale * unit, offset * unit  # like all that follows from them, exact
+    for i in range(len(mirror)):
+        old = mirror[i]
+        new = old + mirror.dtype.type(np.float64(levels[i]) * factor - base)
+        mirror[i] = new
+        total[i] += weight * (np.float64(new) - np.float64(old))

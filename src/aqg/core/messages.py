@@ -49,13 +49,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Upload(ByValue):
-    """A vector quantized on a grid, one level per coordinate.
-
-    >>> import numpy as np
-    >>> upload = Upload(np.array([0, 1, 2], np.uint8), step=0.5, width=2, grid=Grid.MIDTREAD)
-    >>> upload.values(np.float32)
-    array([-0.5,  0. ,  0.5], dtype=float32)
-    """
+    """A vector quantized on a grid, one level per coordinate."""
 
     levels: Levels
     step: float
@@ -170,11 +164,7 @@ class HalfUpload(ByValue):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseUpload(ByValue):
-    """A vector that is zero but for a few coordinates, which are halves.
-
-    >>> SparseUpload(np.array([1, 4]), np.array([1.5, -1], np.float16), 1, 6).values(np.float32)
-    array([ 0.,  3.,  0.,  0., -2.,  0.], dtype=float32)
-    """
+    """A vector that is zero but for a few coordinates, which are halves."""
 
     indices: NDArray[np.int64]  # where these are, increasing
     halves: NDArray[np.float16]  # their values over ``2^exponent``; none is zero
@@ -471,10 +461,6 @@ class RotatedUpload(ByValue):
 AnyUpload = Upload | DenseUpload | HalfUpload | SparseUpload | BlockUpload | RotatedUpload
 """Everything that stands for a vector."""
 Message = AnyUpload | Skip
-
-
-def is_message(value: object) -> bool:
-    return isinstance(value, Message)
 
 
 def num_nonzero(upload: AnyUpload) -> int:

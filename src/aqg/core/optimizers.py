@@ -118,9 +118,5 @@ OPTIMIZERS = {"sgd": SGD, "momentum": Momentum, "adam": Adam}
 
 
 def make_optimizer(spec: str) -> SGD | Momentum | Adam:
-    """Make a server optimizer from its name and options.
-
-    >>> make_optimizer("momentum:beta=0.8")
-    Momentum(beta=0.8)
-    """
+    """Make a server optimizer from its name and options."""
     return make_named("optimizer", spec, OPTIMIZERS)

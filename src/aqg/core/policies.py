@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from aqg.core.kernels import Innovation
+from aqg.core.grids import Innovation
 from aqg.core.types import BoolArray, Float64Array, IntArray
 from aqg.errors import ConfigError, require
 

@@ -14,11 +14,13 @@ from aqg.core.grids import (
     MAX_WIDTH,
     MIN_STEP,
     Grid,
+    Innovation,
     level_dtype,
+    measure,
+    quantize,
     round_up_to_bfloat16,
     value_table,
 )
-from aqg.core.kernels import Innovation, measure, quantize
 from aqg.core.messages import (
     LONGEST_BLOCK,
     AnyUpload,
@@ -211,6 +213,16 @@ class TopK(_KeepsFew):
 
 
 @dataclass(frozen=True)
+class LargestTernary(Quantizer):
+    """The ``count`` largest coordinates as ternary."""
+
+    count: int
+
+    def quantize(self, vector: FloatArray, request: Request) -> Upload:
+        return ternary(vector, largest(vector, self.count), request.width)
+
+
+@dataclass(frozen=True)
 class SparseTernary(_KeepsFew):
     """STC: ``μ·sign(v_i)`` where ``|v_i|`` is among the ``k`` largest, else zero.
 
@@ -219,8 +231,7 @@ class SparseTernary(_KeepsFew):
     """
 
     def quantize(self, vector: FloatArray, request: Request) -> Upload:
-        kept = largest(vector, num_kept(self.keep, len(vector)))
-        return ternary(vector, kept, request.width)
+        return LargestTernary(num_kept(self.keep, len(vector))).quantize(vector, request)
 
 
 def ternary(vector: FloatArray, indices: IntArray, width: int) -> Upload:

@@ -19,20 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aqg.core.auto import Budget, first_budget
-from aqg.core.downlink import Condensed, Downlink, Exact, Full, rounded_up
+from aqg.core.downlink import Condensed, Downlink, Entry, Exact, Full, Public, rounded_up
 from aqg.core.grids import choose_quantum, largest_multiple, nearest_power_of_two, num_levels, snap
-from aqg.core.messages import (
-    AnyUpload,
-    Broadcast,
-    Message,
-    Skip,
-    Upload,
-    energy_of,
-    is_message,
-    num_nonzero,
-)
+from aqg.core.messages import AnyUpload, Broadcast, Message, Skip, Upload, energy_of, num_nonzero
 from aqg.core.optimizers import SGD, OptimizerState, ServerOptimizer
-from aqg.core.public import Entry, Public
 from aqg.core.quantizers import TERNARY_WIDTH
 from aqg.core.recipe import Recipe
 from aqg.core.round import check_precision
@@ -373,7 +363,7 @@ class Peer(NamedTuple):
 
     track: Track  # the client's mirror, which it holds as well
     last_round: int = 0  # the last round in which a message of it was taken; 0 before the first
-    # what a protocol notes beside it (`aqg.protocol.mirrors.Held`); None in a simulation
+    # what a protocol notes beside it (`aqg.protocol.messages.Held`); None in a simulation
     held: Any = None
 
 
@@ -454,7 +444,7 @@ def take_message(
     client sends one message in a round. What is not in order raises `MessageError`.
     """
     check_client(state, client)
-    if not is_message(message):
+    if not isinstance(message, Message):
         raise MessageError(f"client {client} sent a {type(message).__name__}, which is no message")
     peer = state.peers[client]
     if peer.last_round == state.round:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.grids import num_levels, value_table
-from aqg.core.kernels import Innovation, add_levels
+from aqg.core.grids import Innovation, add_levels, num_levels, value_table
 from aqg.core.messages import AnyUpload, Upload
 from aqg.core.policies import Case
 from aqg.core.quantizers import Request

@@ -17,7 +17,7 @@ from flwr.simulation import run_simulation
 from aqg.errors import RunError
 from aqg.flower import FlowerTask, make_client_app, make_server_app
 from aqg.flower.journal import RoundReport, RunLogger
-from aqg.flower.settings import read_settings
+from aqg.flower.strategy import read_settings
 from aqg.runs.config import RunConfig, resolve
 from aqg.runs.cost import DOWNLOADS, UPLOADS
 from aqg.runs.directory import create_directory, read_summary

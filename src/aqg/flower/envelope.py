@@ -39,9 +39,6 @@ _WORDS = (
 _MOST_HEAD_BYTES = 1 << 28
 _BYTES = "bytes"
 _SMALL = ("c", "m")  # ConfigRecord, MetricRecord
-COMPRESSED, FULL, BESIDE = "a", "f", "x"  # arrays: FULL are beside it and have an order in it
-HELLO, ON_DISK, ENDED = "h", "d", "e"  # which partition is it?; it remembers; it may forget
-_WITH_PART = (COMPRESSED, FULL)
 _FAILED = 6
 """Flower's code for a mod whose conditions are not met."""
 logger = logging.getLogger("flwr.aqg")
@@ -59,6 +56,11 @@ _LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss")
 class Envelope:
     """What a message holds."""
 
+    COMPRESSED, FULL, BESIDE = "a", "f", "x"  # arrays: FULL are beside it and have an order in it
+    HELLO, ON_DISK, ENDED = "h", "d", "e"  # which partition is it?; it remembers; it may forget
+    KINDS = (COMPRESSED, FULL, BESIDE, HELLO, ON_DISK, ENDED)
+    WITH_PART = KINDS[:2]
+
     # name, kind and content of each record, in order: fields of small ones, and of kinds ``a`` and
     # ``f`` the bytes that stand for arrays
     records: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -74,7 +76,7 @@ class Envelope:
 
     def to_bytes(self) -> bytes:
         rows = [[*row] if row[1] in _SMALL else [*row[:2]] for row in self.records]
-        parts = [content for _, kind, content in self.records if kind in _WITH_PART]
+        parts = [content for _, kind, content in self.records if kind in Envelope.WITH_PART]
         said = self.version if self.says_version else ""
         coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=_WORDS)
         text = json.dumps([said, rows], separators=(",", ":"), default=_plain)
@@ -100,7 +102,7 @@ class Envelope:
         reader = Reader(body[1:], "the envelope")
         envelope = _read_head(reader.part("a part").tobytes())
         for place, (name, kind, _) in enumerate(envelope.records):
-            if kind in _WITH_PART:
+            if kind in Envelope.WITH_PART:
                 envelope.records[place] = name, kind, reader.part("a part").tobytes()
         reader.finish("the last part")
         return envelope
@@ -112,39 +114,37 @@ class Envelope:
         except (TypeError, ValueError) as error:
             raise MessageError(f"a record of the message cannot be read: {error}") from None
 
+    def pack(self) -> ConfigRecord | ArrayRecord:
+        data = self.to_bytes()
+        if len(data) <= LARGE_BYTES:
+            return ConfigRecord({_BYTES: data})
+        return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
 
-def pack(envelope: Envelope) -> ConfigRecord | ArrayRecord:
-    data = envelope.to_bytes()
-    if len(data) <= LARGE_BYTES:
-        return ConfigRecord({_BYTES: data})
-    return ArrayRecord({_BYTES: Array("uint8", (len(data),), _BYTES, data)})
+    @staticmethod
+    def unpack(content: RecordDict) -> Envelope:
+        """Return the envelope in a message.
 
+        Raises `MessageError` or `WireError` where there is none, and where another version of
+        ``aqg`` wrote it.
+        """
+        record = content.get(RECORD)
+        if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
+            raise MessageError(f"the message has no record {RECORD!r} with bytes alone")
+        value: Any = record[_BYTES]
+        data = value.data if isinstance(value, Array) else value
+        if not isinstance(data, bytes):
+            raise MessageError(f"record {RECORD!r} holds {type(data).__name__}, not bytes")
+        envelope = Envelope.from_bytes(data)
+        if envelope.version != __version__:
+            raise MessageError(
+                f"the other side has aqg {envelope.version}, this one {__version__}; both need the "
+                "same version of aqg"
+            )
+        return envelope
 
-def unpack(content: RecordDict) -> Envelope:
-    """Return the envelope in a message.
-
-    Raises `MessageError` or `WireError` where there is none, and where another version of ``aqg``
-    wrote it.
-    """
-    record = content.get(RECORD)
-    if not isinstance(record, ConfigRecord | ArrayRecord) or list(record) != [_BYTES]:
-        raise MessageError(f"the message has no record {RECORD!r} with bytes alone")
-    value: Any = record[_BYTES]
-    data = value.data if isinstance(value, Array) else value
-    if not isinstance(data, bytes):
-        raise MessageError(f"record {RECORD!r} holds {type(data).__name__}, not bytes")
-    envelope = Envelope.from_bytes(data)
-    if envelope.version != __version__:
-        raise MessageError(
-            f"the other side has aqg {envelope.version}, this one {__version__}; both need the "
-            "same version of aqg"
-        )
-    return envelope
-
-
-def answer(message: Message, envelope: Envelope) -> Message:
-    """Return the reply that is an envelope alone."""
-    return Message(RecordDict({RECORD: pack(envelope)}), reply_to=message)
+    def reply_to(self, message: Message) -> Message:
+        """Return the reply to a message that is this alone."""
+        return Message(RecordDict({RECORD: self.pack()}), reply_to=message)
 
 
 def refusal(message: Message, error: Exception) -> Message:
@@ -175,7 +175,7 @@ def _read_head(head: bytes) -> Envelope:
         for name, kind, *rest in rows:
             content = rest[0] if rest else None
             is_right = isinstance(name, str) and (kind in _SMALL) == isinstance(content, dict)
-            if not is_right or kind not in (*_SMALL, *_WITH_PART, BESIDE, HELLO, ON_DISK, ENDED):
+            if not is_right or kind not in (*_SMALL, *Envelope.KINDS):
                 raise ValueError(f"record {name!r}")
             records.append((name, kind, content))
     except (ValueError, TypeError, RecursionError, zlib.error) as error:

@@ -25,25 +25,18 @@ from aqg.channel.settings import Settings
 from aqg.channel.tensors import Values, is_finite, is_same
 from aqg.errors import AqgError, ConfigError, MessageError
 from aqg.flower.envelope import (
-    BESIDE,
-    COMPRESSED,
-    ENDED,
-    FULL,
-    ON_DISK,
     RECORD,
     Envelope,
     is_readable,
     logger,
     num_bytes,
-    pack,
     plain,
     record_of,
     tensor_of,
-    unpack,
     values_of,
 )
 from aqg.flower.private import OuterGrid, answer_to, kind_of, name_message, replies_to
-from aqg.protocol.follower import LostError
+from aqg.protocol.log import LostError
 
 _KINDS = ("train", "evaluate")
 _MOST_REPEATS = 2
@@ -243,7 +236,7 @@ class CompressedGrid(OuterGrid):
         Those are asked that have said so, and others that are named.
         """
         self._remembering = dict.fromkeys(nodes, "train") | self._remembering
-        content = RecordDict({RECORD: pack(Envelope([(self._run_name, ENDED, None)]))})
+        content = RecordDict({RECORD: Envelope([(self._run_name, Envelope.ENDED, None)]).pack()})
         messages = [
             Message(content, node, message_type, ttl=_FAREWELL_SECONDS, group_id="0")
             for node, message_type in self._remembering.items()
@@ -332,18 +325,18 @@ class CompressedGrid(OuterGrid):
             if name in phases:
                 channel = phases[name].channel
                 order, is_full = channel.order(node, kind == "evaluate")
-                envelope.add(name, FULL if is_full else COMPRESSED, order)
+                envelope.add(name, Envelope.FULL if is_full else Envelope.COMPRESSED, order)
                 if is_full:
                     beside[name] = self._copied(name, channel)
             elif isinstance(record, ArrayRecord):
-                envelope.add(name, BESIDE)
+                envelope.add(name, Envelope.BESIDE)
                 beside[name] = record
             else:
                 envelope.add_small(name, record)
                 if node not in self._equipped:  # it may lack the mod, and must still understand
                     beside[name] = record
         envelope.says_version = node not in self._equipped
-        content = RecordDict({**beside, RECORD: pack(envelope)})
+        content = RecordDict({**beside, RECORD: envelope.pack()})
         traffic.down += num_bytes(content)
         about, ttl = message.metadata, max(_expiry(message) - time.time(), 1.0)
         return Message(content, node, about.message_type, ttl=ttl, group_id=about.group_id)
@@ -388,24 +381,24 @@ class CompressedGrid(OuterGrid):
             return content, []
         if RECORD not in content:
             return self._unpack_plain(sent, content), []
-        envelope, node = unpack(content), sent.node
+        envelope, node = Envelope.unpack(content), sent.node
         records, taken = dict[str, Any](), []
         for name, kind, given in envelope.records:
-            if kind == COMPRESSED:
+            if kind == Envelope.COMPRESSED:
                 phase = sent.phases.get(name)
                 if phase is None:
                     raise MessageError(f"it sent a model {name!r}, for which it was not asked")
                 taken.append(phase.channel.take(node, phase, given))
                 if not phase.channel.makes_model:  # else the reply itself is what counts
                     records[name] = record_of(taken[-1].tensors())
-            elif kind == BESIDE:
+            elif kind == Envelope.BESIDE:
                 record = content.get(name)
                 if not isinstance(record, ArrayRecord):
                     raise MessageError(f"its reply has no arrays {name!r}, which it announces")
                 records[name] = record
-            elif kind == ON_DISK:
+            elif kind == Envelope.ON_DISK:
                 self._remembering[node] = sent.message.metadata.message_type
-            elif kind in (FULL, ENDED):
+            elif kind in (Envelope.FULL, Envelope.ENDED):
                 raise MessageError(f"it sent an order for {name!r}")
             else:
                 records[name] = envelope.small(kind, given)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,8 @@ from numpy.typing import NDArray
 from aqg.channel.stepping import SteppingChannel
 from aqg.errors import ConfigError, RunError
 from aqg.flower.envelope import EVALUATED, TRAINED, logger
-from aqg.flower.memory import BY_PARTITION
-from aqg.flower.roster import Roster
-from aqg.flower.settings import Settings
+from aqg.flower.mod import BY_PARTITION
 from aqg.objectives.metrics import METRICS
-from aqg.protocol.book import check_book
 from aqg.protocol.store import make_directory, read_arrays, write_arrays
 from aqg.runs.cost import DOWNLOADS, UPLOADS, ClientBytes
 from aqg.runs.directory import (
@@ -45,6 +42,10 @@ from aqg.runs.loop import ModelFiles
 from aqg.runs.stopping import summarize
 from aqg.settings import CommonSettings, table
 from aqg.sim.record import DROPPED
+
+if TYPE_CHECKING:
+    from aqg.flower.rounds import Roster
+    from aqg.flower.strategy import Settings
 
 _FORMAT = 7
 LOSS = "loss"
@@ -249,7 +250,7 @@ class Journal:
         roster.restore(arrays["nodes"].tolist(), arrays["num_samples"])
         channel.restore(arrays)
         self._saved = {}
-        check_book(channel.book, self._directory / CHECKPOINT)
+        channel.book.check(self._directory / CHECKPOINT)
         logger.info("going on with run %s at round %d", self.run, channel.version)
 
     def save(self, channel: SteppingChannel, roster: Roster) -> None:

@@ -4,12 +4,15 @@ It works on the same grid as ``Compressed(...)`` does, and makes the model itsel
 updates against mirrors that the server holds, and the server publishes its steps
 (`aqg.channel.stepping`). So a client that skips, is late or drops out still counts with its mirror,
 and the run ends with the simulator's model.
+
+Its settings are Flower's flat run-config, checked. The table of them is
+`aqg.settings.FlowerSettings`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +20,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
-from aqg.core.recipe import Recipe
+from aqg.core.downlink import AUTO, make_downlink, resolve_downlink
+from aqg.core.optimizers import make_optimizer
+from aqg.core.recipe import Recipe, kind_of_updates, require_memory
+from aqg.core.recipes import make_recipe
+from aqg.core.step_sizes import Fixed, StepRule, make_step, resolve_step
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError
 from aqg.flower.envelope import logger, record_of
 from aqg.flower.grid import CompressedGrid
 from aqg.flower.journal import Journal, RunLogger
-from aqg.flower.models import ServerModel, is_module, make_model
 from aqg.flower.rounds import Run
-from aqg.flower.settings import KEYS, read_settings
+from aqg.flower.task import ServerModel, is_module, make_model
+from aqg.settings import FlowerSettings, check_bounds, table, typed
+from aqg.sim.training import Training
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +43,112 @@ if TYPE_CHECKING:
     Start = FloatArray | torch.nn.Module | ArrayRecord
     Evaluate = Callable[[Any], float | Mapping[str, float] | None]
     EvaluateRound = Callable[[int, ArrayRecord], MetricRecord | None]
+
+_LIKELY_MISSPELLED = 0.9
+KEYS = {name: row.key or name.replace("_", "-") for name, row in table(FlowerSettings).items()}
+"""How a run-config calls each setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(FlowerSettings):
+    """What a run-config can set."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, KEYS)
+        if 0 < self.max_share < 1 / self.num_clients:
+            raise ConfigError(
+                f"max-share is {self.max_share}; it must be at least {1 / self.num_clients:.3g}, "
+                "a fair share"
+            )
+        if self.min_clients > self.num_clients:
+            raise ConfigError(
+                f"min-clients is {self.min_clients}; it must be at most {self.num_clients}, the "
+                "number of clients"
+            )
+        if self.recipe:
+            recipe = make_recipe(self.recipe, self.bits, self.max_staleness)
+            recipe = recipe.for_updates(self.updates)
+            resolve_downlink(self.downlink, recipe)
+            require_memory(self.memory, recipe)
+        elif self.downlink != AUTO:
+            make_downlink(self.downlink)
+        if self.step != AUTO:
+            make_step(self.step)
+        num_sampled = self.training().num_sampled(self.num_clients)
+        if num_sampled < self.min_clients:
+            raise ConfigError(
+                f"min-clients is {self.min_clients}, but with fraction-train {self.participation} "
+                f"only {num_sampled} of {self.num_clients} clients are sampled in a round"
+            )
+        if self.tensorboard and not self.run_dir:
+            raise ConfigError("tensorboard is true, but run-dir is empty; name a directory")
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What a run that goes on must have kept as it was, beside recipe, model and seed."""
+        names = "num_clients", "alpha", "optimizer", "weighting", "participation", "dropout"
+        terms = {KEYS[name]: getattr(self, name) for name in (*names, "memory")}
+        return terms if self.weighting == "equal" else terms | {"max-share": self.largest_share}
+
+    @property
+    def step_size(self) -> float:
+        return self.alpha or 1.0 / self.num_clients
+
+    @property
+    def needed_clients(self) -> int:
+        """The fewest valid replies with which the model takes a step."""
+        return self.min_clients or 1
+
+    @property
+    def updates(self) -> str:
+        return kind_of_updates(self.exact, self.participation, self.memory == "none")
+
+    def make_step(self, recipe: Recipe) -> StepRule:
+        if self.step == AUTO and self.alpha:
+            return Fixed()
+        return resolve_step(self.step, recipe, self.exact, make_optimizer(self.optimizer))
+
+    def training(self) -> Training:
+        return Training(
+            optimizer=make_optimizer(self.optimizer),
+            weighting=self.weighting,
+            participation=self.participation,
+        )
+
+    @property
+    def largest_share(self) -> float:
+        return self.max_share or min(1.0, max(0.5, 1.8 / self.num_clients))
+
+
+def read_settings(
+    run_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read the settings of a run; keys that are not ours belong to the user's own app.
+
+    >>> settings = read_settings({"num-clients": 3, "num-server-rounds": 5, "batch-size": 32})
+    >>> settings.num_clients, settings.recipe, settings.step_size
+    (3, 'auto', 0.3333333333333333)
+    >>> read_settings({"num-clients": 3, "num-server-rounds": "five"})
+    Traceback (most recent call last):
+    aqg.errors.ConfigError: num-server-rounds is 'five'; it must be a whole number
+    """
+    merged = {**(defaults or {}), **run_config}
+    names = {key: name for name, key in KEYS.items()}
+    chosen: dict[str, Any] = {}
+    for key, value in merged.items():
+        if key in names:
+            chosen[names[key]] = typed(FlowerSettings, names[key], value, key)
+        else:
+            close = get_close_matches(key, names, n=1, cutoff=_LIKELY_MISSPELLED)
+            if close:
+                logger.warning("run-config has %r, which is ignored; %r is meant?", key, close[0])
+    for name in ("num_clients", "rounds"):
+        if name not in chosen:
+            raise ConfigError(
+                f"run-config has no {KEYS[name]}; add it under [tool.flwr.app.config]"
+            )
+    return Settings(**chosen)
+
 
 _METRIC_POINTS = 50
 _ROUNDS = 3
@@ -59,7 +173,7 @@ class AQG(Strategy):
         statistics: what becomes of running statistics: ``"average"``, ``"local"``, ``"frozen"``.
         describe: more keys for ``config.toml``, such as ``dataset``.
         loggers: are told about every round, beside the run directory.
-        settings: all others of `aqg.flower.settings.Settings`, by name, such as ``run_dir``.
+        settings: all others of `aqg.flower.strategy.Settings`, by name, such as ``run_dir``.
 
     Attributes:
         settings: as they are.
@@ -103,9 +217,6 @@ class AQG(Strategy):
         """Make the strategy that a run-config describes; keys that are not ours are left alone.
 
         ``defaults`` has values for keys that it does not have; ``options``, of `AQG`, come first.
-
-        >>> AQG.from_run_config({"num-clients": 4, "num-server-rounds": 20}).settings.rounds
-        20
         """
         given = {name: value for name, value in options.items() if value is not None}
         return AQG(**{**asdict(read_settings(run_config, defaults)), **given})

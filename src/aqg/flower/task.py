@@ -1,20 +1,28 @@
-"""What a client of a deployment trains, the user's part; and the ClientApp that does."""
+"""What users give: the model that a server starts from, what a client trains, and its ClientApp.
+
+A run starts from a torch module, from an ArrayRecord, or from a flat vector; what a user's function
+is given back is the same kind of thing. Which tensors travel is said by one
+`aqg.objectives.layout.ModelLayout`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
 
-from aqg.channel.tensors import Tensor, Values, unflatten
+from aqg.channel.stepping import Travel
+from aqg.channel.tensors import Kind, Schema, Tensor, Values, is_finite, unflatten
 from aqg.channel.tensors import flatten as flatten_tensors
 from aqg.core.recipe import Recipe
 from aqg.core.types import FloatArray
@@ -23,19 +31,21 @@ from aqg.flower.envelope import (
     EVALUATED,
     EXAMPLES,
     as_metrics,
+    is_readable,
     loss_in,
     record_of,
     refusal,
     values_of,
 )
 from aqg.flower.mod import ORDER, UPDATE, make_mod
-from aqg.flower.models import VECTOR, values_in
 from aqg.objectives.layout import Buffers, ModelLayout
 from aqg.sim.training import LocalTraining
+from aqg.weights import as_numpy
 
 if TYPE_CHECKING:
     import torch
     from flwr.clientapp.typing import Mod
+    from torch import nn
 
     from aqg.objectives.base import Objective
     from aqg.objectives.module import ModuleObjective
@@ -44,6 +54,119 @@ if TYPE_CHECKING:
     Said = float | Mapping[str, float]
     Train = Callable[[FloatArray, int, Key], tuple[Said, FloatArray]]
     Evaluate = Callable[[FloatArray], Said]
+
+VECTOR = "parameters"
+"""The name of the one tensor of a model that is nothing but a flat vector."""
+_PRECISIONS = ("float32", "float64")
+
+
+class ServerModel:
+    """What a run starts from: all tensors, which of them travel, and what the user gave."""
+
+    def __init__(
+        self, values: Values, layout: ModelLayout, aliases: Mapping[str, str], start: Any
+    ) -> None:
+        for spec in layout.parameters:
+            if not is_finite(values[spec.name]):
+                raise ConfigError(f"tensor {spec.name!r} to start from holds NaN or infinity")
+        self.layout = layout
+        self.record = record_of(values.items())
+        self.schema = Schema.of(values)
+        self._start = start
+        own, kinds = frozenset[str](), dict.fromkeys(values, Kind.STILL)
+        kinds |= {spec.name: Kind.VECTOR for spec in layout.parameters}
+        beside = (*layout.statistics, *layout.counters)
+        if layout.policy == "local":
+            own = frozenset(spec.name for spec in beside)
+        elif layout.policy == "average":
+            for place, (spec, is_tracked) in enumerate(zip(beside, layout.tracked, strict=True)):
+                is_half = is_tracked and place < len(layout.statistics)
+                kinds[spec.name] = Kind.HALF if is_half else Kind.EXACT
+        self.travel = Travel(kinds, own, dict(aliases))
+
+    @property
+    def can_be_measured(self) -> bool:
+        """Whether the server has the statistics that its model is to be used with."""
+        return self.layout.policy != "local" or not any(self.layout.tracked)
+
+    def filled(self, values: Values) -> Any:
+        if is_module(self._start):
+            return filled(self._start, values).eval()
+        if isinstance(self._start, ArrayRecord) and list(self._start) != [VECTOR]:
+            return record_of(values.items())
+        return np.array(values[VECTOR])
+
+    def tensors(self, values: Values) -> dict[str, Any]:
+        """Return copies of all tensors, by name, in the types of a module where there is one."""
+        if is_module(self._start):
+            state = filled(self._start, values).state_dict()
+            return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return {name: np.array(value) for name, value in values.items()}
+
+
+def filled(module: nn.Module, values: Values) -> nn.Module:
+    import torch
+
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+    module.load_state_dict(tensors, strict=False)
+    return module
+
+
+def make_model(
+    start: object,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    statistics: str = "average",
+) -> ServerModel:
+    """Return the server's model that starts from a module, an ArrayRecord or a flat vector."""
+    if is_module(start):
+        layout = ModelLayout.of(start, include=include, exclude=exclude, statistics=statistics)
+        return ServerModel(values_in(start), layout, _aliases(start, layout), start)
+    if isinstance(start, Strategy):
+        raise ConfigError(
+            f"the model to start from is a strategy, {type(start).__name__}: to keep that, write "
+            f"Compressed({type(start).__name__}(...)) in its place"
+        )
+    if isinstance(start, ArrayRecord):
+        if not is_readable(start):
+            raise ConfigError("an array of the model to start from is not a numpy.ndarray")
+        values = values_of(start)
+    elif isinstance(start, np.ndarray):
+        values = {VECTOR: start}
+    else:
+        raise ConfigError(
+            f"the model to start from is a {type(start).__name__}; it must be a torch module, an "
+            "ArrayRecord or a flat vector"
+        )
+    flat = values.get(VECTOR) if len(values) == 1 else None
+    if flat is not None and (flat.ndim != 1 or str(flat.dtype) not in _PRECISIONS or not len(flat)):
+        raise ConfigError(
+            f"initial parameters are {flat.ndim}-d {flat.dtype} of {flat.size} values; they must "
+            "be a flat float32 or float64 vector"
+        )
+    rows = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in values.items()]
+    layout = ModelLayout.of_arrays(rows, include, exclude, statistics)
+    return ServerModel(values, layout, {}, start)
+
+
+def is_module(start: object) -> TypeGuard[torch.nn.Module]:
+    """Tell whether this is a torch module; where torch was never imported, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(start, torch.nn.Module)
+
+
+def values_in(module: nn.Module) -> dict[str, Tensor]:
+    state = {name: t for name, t in module.state_dict().items() if hasattr(t, "detach")}
+    return {name: np.array(as_numpy(tensor)) for name, tensor in state.items()}
+
+
+def _aliases(module: nn.Module, layout: ModelLayout) -> dict[str, str]:
+    """Return the second names of tensors, such as those of tied weights, and the first ones."""
+    state = module.state_dict(keep_vars=True)
+    first = {id(state[spec.name]): spec.name for spec in layout.parameters if spec.name in state}
+    found = {name: first.get(id(tensor), name) for name, tensor in state.items()}
+    return {name: other for name, other in found.items() if name != other}
+
 
 _TASKS_KEPT = 8
 _FARTHEST = 1e300
@@ -177,16 +300,7 @@ class FlowerTask:
     def from_objective(
         objective: Objective, features: Any, labels: Any, local: LocalTraining | None = None
     ) -> FlowerTask:
-        """Make a task of an objective and a client's samples, trained as the simulator does.
-
-        >>> import numpy as np
-        >>> from aqg.objectives import make_objective
-        >>> objective = make_objective("softmax", 2, 2, 0.1, "mean")
-        >>> task = FlowerTask.from_objective(objective, np.eye(2), np.array([0, 1]))
-        >>> loss, gradient = task.train(np.zeros(6), 1, (0, 0, 1))
-        >>> round(loss, 4), gradient.shape
-        (0.6931, (6,))
-        """
+        """Make a task of an objective and a client's samples, trained as the simulator does."""
         training = local if local is not None else LocalTraining()
         model = None
         layout = getattr(objective, "model_layout", None)
@@ -316,7 +430,7 @@ def make_client_app(
         recipe: in place of the one that the server names; the server must have an equal one.
         mods: of Flower, around every handler.
 
-    The client's memory is on disk, where `aqg.flower.memory.state_directory` says, and survives the
+    The client's memory is on disk, where `aqg.flower.mod.state_directory` says, and survives the
     node's process; a client that has lost it starts again from zero. At the start of a run,
     memories of others that were not used for ``aqg-state-days``, 30, are deleted there.
     """

@@ -14,31 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from aqg.core.downlink import start_digest
 from aqg.core.recipe import Recipe
 from aqg.core.recipes import make_recipe
 from aqg.core.types import FloatArray
 from aqg.errors import ConfigError, GradientError, MessageError, WireError
-from aqg.protocol.digests import start_digest
-from aqg.protocol.follower import LostError, Terms, follow, holding_of
-from aqg.protocol.messages import (
-    Order,
-    Reply,
-    UnknownTermsError,
-    order_from_bytes,
-    terms_of_run,
-    to_bytes,
-)
-from aqg.protocol.mirrors import (
-    EPOCH_DRAWS,
-    NO_LAYOUT,
-    Base,
-    ClientMirror,
-    answer,
-    find_base,
-    fingerprint,
-    lost_reply,
-    stale_reply,
-)
+from aqg.protocol import messages
+from aqg.protocol.log import LostError, Terms, follow, holding_of
 from aqg.protocol.store import ClientStore, DirectoryVault, MemoryVault, Vault, write_atomically
 
 Train = Callable[[FloatArray, int], FloatArray | tuple[FloatArray, float]]
@@ -55,16 +37,6 @@ class ClientSession:
         start: the model that training starts from, where the client has it: snapshots are then
             relative to it.
         recipe: in place of the one that the server names; the server must have an equal one.
-
-    >>> from aqg.protocol import ServerSession
-    >>> server = ServerSession(np.zeros(4), num_clients=1, recipe="lean", step_size=0.5)
-    >>> client = ClientSession()
-    >>> for _ in range(20):
-    ...     reply = client.answer(server.order(0), lambda model, round: model - 1.0)
-    ...     _ = server.take(0, reply)
-    ...     server.step()
-    >>> bool(np.abs(server.parameters - 1.0).max() < 0.01)
-    True
     """
 
     def __init__(
@@ -78,7 +50,7 @@ class ClientSession:
         self._memory = MemoryVault()
         self._start = None if start is None else start.copy()
         self._recipe = recipe
-        self._terms: dict[str, Order] = {}
+        self._terms: dict[str, messages.Order] = {}
 
     def answer(self, order: bytes, train: Train) -> bytes:
         """Return the reply to an order.
@@ -93,17 +65,17 @@ class ClientSession:
                 that was answered already, or that this client cannot follow.
         """
         try:
-            read = order_from_bytes(order, self._terms.values() or self._read_terms())
-        except UnknownTermsError as unknown:
+            read = messages.Order.from_bytes(order, self._terms.values() or self._read_terms())
+        except messages.UnknownTermsError as unknown:
             digest = b"" if self._start is None else start_digest(self._start)
-            return to_bytes(unknown.reply(digest))
+            return unknown.reply(digest).to_bytes()
         agreed = agree(read, self._recipe)
         self._keep_terms(read)
         store = ClientStore(self._vault(read), key_of(read))
         if read.serial <= store.answered:
             if read.serial == store.answered and store.last_reply():
                 return store.last_reply()  # the same once more: the server takes one of them
-            return to_bytes(stale_reply(read), read.stamp)
+            return read.stale_reply().to_bytes(read.stamp)
         parcel = read.parcel
         if parcel is None:
             raise MessageError("the order has no model and nothing that leads to one")
@@ -115,41 +87,41 @@ class ClientSession:
         except LostError as lost:
             _logger.warning("round %d: the model is out of reach: %s", read.round, lost)
             holding = holding_of(terms, held, lambda: self._start)
-            return to_bytes(lost_reply(read, holding, str(lost)), read.stamp)
+            return read.lost_reply(holding, str(lost)).to_bytes(read.stamp)
         store.put_public(public)  # counts when the mirror is saved as well
         read = replace(read, movement=agreed.movement.of(public.history))
         started = time.perf_counter()
         base = intact_base(agreed, store, read)
         loss, update = _updated(train, public.parameters, read)
-        mirror, reply = answer(agreed, base, read, update, loss)
+        mirror, reply = base.answer(agreed, read, update, loss)
         seconds = time.perf_counter() - started
         with np.errstate(over="ignore"):
             single = float(np.float32(loss))  # it is only reported
-        frame = to_bytes(replace(reply, loss=single, work_seconds=short(seconds)), read.stamp)
+        frame = replace(reply, loss=single, work_seconds=short(seconds)).to_bytes(read.stamp)
         store.save(mirror, frame)  # before the reply leaves: a crash from here on is a lost upload
         log_reply(read, reply)
         return frame
 
-    def _keep_terms(self, order: Order) -> None:
+    def _keep_terms(self, order: messages.Order) -> None:
         key = key_of(order)
         if key not in self._terms:
-            self._terms[key] = terms_of_run(order)
+            self._terms[key] = order.terms_of_run()
             if self._path is not None:
                 self._vault(order)
-                write_atomically(self._path / key / _TERMS, to_bytes(self._terms[key]))
+                write_atomically(self._path / key / _TERMS, self._terms[key].to_bytes())
 
-    def _read_terms(self) -> Iterable[Order]:
+    def _read_terms(self) -> Iterable[messages.Order]:
         """Return the terms of the runs that are remembered on disk."""
         for file in [] if self._path is None else sorted(self._path.glob(f"*/{_TERMS}")):
             try:
-                order = order_from_bytes(file.read_bytes())
+                order = messages.Order.from_bytes(file.read_bytes())
             except (OSError, WireError, MessageError) as error:
                 _logger.warning("%s cannot be read, the server will say it again: %s", file, error)
                 continue
             self._terms[key_of(order)] = order
             yield order
 
-    def _vault(self, order: Order) -> Vault:
+    def _vault(self, order: messages.Order) -> Vault:
         return self._memory if self._path is None else DirectoryVault(self._path / key_of(order))
 
 
@@ -159,7 +131,7 @@ def short(number: float) -> float:
     return float(bits.view(np.float32))
 
 
-def _updated(train: Train, params: FloatArray, order: Order) -> tuple[float, FloatArray]:
+def _updated(train: Train, params: FloatArray, order: messages.Order) -> tuple[float, FloatArray]:
     result = train(params.copy(), order.round)
     loss = float("nan")
     if isinstance(result, tuple):
@@ -171,7 +143,10 @@ def _updated(train: Train, params: FloatArray, order: Order) -> tuple[float, Flo
 
 
 def agree(
-    order: Order, recipe: Recipe | None, layout: bytes = NO_LAYOUT, versions: str = ""
+    order: messages.Order,
+    recipe: Recipe | None,
+    layout: bytes = messages.NO_LAYOUT,
+    versions: str = "",
 ) -> Recipe:
     """Return the recipe, after checking that both sides mean the same.
 
@@ -182,7 +157,7 @@ def agree(
     chosen = recipe or make_recipe(order.recipe, order.bits, order.max_staleness)
     chosen = chosen.for_updates(order.updates)
     terms = order.num_params, order.dtype, order.seed
-    if fingerprint(chosen, *terms, layout) != order.fingerprint:
+    if messages.fingerprint(chosen, *terms, layout) != order.fingerprint:
         raise ConfigError(
             f"client and server do not agree on recipe {order.recipe!r}: this client has "
             f"{chosen!r}{versions}; both need the same version of aqg and the same recipe"
@@ -190,18 +165,20 @@ def agree(
     return chosen
 
 
-def key_of(order: Order) -> str:
+def key_of(order: messages.Order) -> str:
     return f"{order.run}-{order.fingerprint.hex()}"
 
 
-def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
+def intact_base(recipe: Recipe, store: ClientStore, order: messages.Order) -> messages.Base:
     """Find the state to answer from in what is stored, and make sure that it has its digest."""
 
-    def empty() -> ClientMirror:
-        return ClientMirror.first(recipe, order.num_params, order.dtype)
+    def empty() -> messages.ClientMirror:
+        return messages.ClientMirror.first(recipe, order.num_params, order.dtype)
 
-    def find(mirror: ClientMirror) -> Base | None:
-        return find_base(recipe, mirror, order, draw=secrets.randbelow(EPOCH_DRAWS))
+    def find(mirror: messages.ClientMirror) -> messages.Base | None:
+        return messages.find_base(
+            recipe, mirror, order, draw=secrets.randbelow(messages.EPOCH_DRAWS)
+        )
 
     base = find(store.load() or empty())
     if base is not None and (base.restarted or base.snapshot.is_intact):
@@ -212,7 +189,7 @@ def intact_base(recipe: Recipe, store: ClientStore, order: Order) -> Base:
     return base
 
 
-def log_reply(order: Order, reply: Reply) -> None:
+def log_reply(order: messages.Order, reply: messages.Reply) -> None:
     if reply.restarted:
         _logger.warning("round %d: mirror unknown to the server; from zero", order.round)
     if reply.rolled_back:

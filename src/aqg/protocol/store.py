@@ -22,14 +22,12 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aqg.core.arrays import from_arrays, to_arrays
-from aqg.core.public import Public
+from aqg.core.downlink import Public, is_zero
 from aqg.core.round import Clients
 from aqg.core.track import Track
+from aqg.core.types import from_arrays, to_arrays
 from aqg.errors import RunError
-from aqg.protocol.digests import is_zero
-from aqg.protocol.messages import Stamp
-from aqg.protocol.mirrors import ClientMirror, Snapshot
+from aqg.protocol.messages import ClientMirror, Snapshot, Stamp
 
 Vector = NDArray[Any]
 

@@ -25,9 +25,8 @@ from aqg.models import is_module
 from aqg.runs.directory import read_toml
 from aqg.runs.stopping import Kind, Target
 from aqg.settings import RunSettings, check_bounds, require_choice, table, typed
-from aqg.sim.late import check_late, make_late
 from aqg.sim.problem import Problem
-from aqg.sim.training import Dropout, LocalTraining, Training
+from aqg.sim.training import Dropout, LocalTraining, Training, check_late, make_late
 from aqg.spec import Code, file_digest, load_file, seeded
 
 SETTINGS = tuple(table(RunSettings))

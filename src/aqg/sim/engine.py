@@ -26,11 +26,10 @@ from aqg.core.track import Flow
 from aqg.core.types import Float64Array, FloatArray, IntArray
 from aqg.errors import ConfigError
 from aqg.objectives.base import ClosedForm, Perceptron, Softmax
-from aqg.sim.late import Reply
 from aqg.sim.problem import Problem, Samples
 from aqg.sim.record import DROPPED, SKIP_BYTES, RoundRecord, frame_sizes
 from aqg.sim.simulation import Simulation
-from aqg.sim.training import Keys, LocalTraining
+from aqg.sim.training import Keys, LocalTraining, Reply
 
 if TYPE_CHECKING:  # needs torch
     from aqg.sim.torch_backend import TorchBackend

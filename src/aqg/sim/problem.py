@@ -78,13 +78,6 @@ class Problem:
             metrics: names or functions; by default what suits the targets.
             dtype: the precision of everything.
             options: as in `Objective.from_module`.
-
-        >>> import torch
-        >>> pixels, labels = torch.rand(20, 8), torch.arange(20) % 2
-        >>> halves = [torch.utils.data.TensorDataset(pixels[k::2], labels[k::2]) for k in (0, 1)]
-        >>> problem = Problem.from_module(torch.nn.Linear(8, 2), halves)
-        >>> problem.num_clients, problem.clients[0].features.shape
-        (2, (10, 8))
         """
         from aqg.models.nets import default_loss  # needs torch
         from aqg.objectives import Objective

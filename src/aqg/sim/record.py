@@ -8,20 +8,13 @@ from typing import NamedTuple
 from aqg.core.messages import AnyUpload, Skip, Upload
 from aqg.core.space import Space
 from aqg.core.track import Track
-from aqg.core.types import FloatArray, IntArray
+from aqg.core.types import IntArray
 from aqg.wire import Known, encode
 
 DROPPED = -1
 """In ``widths``: the client dropped out, or was not sampled."""
 AT_WORK = -2
 """In ``widths``: the client trains, and replies in a later round."""
-
-_MOVEMENT_BYTES = 8
-
-
-def full_download_bytes(parameters: FloatArray) -> int:
-    """Return what a client receives that is sent the whole model, and the movement with it."""
-    return parameters.nbytes + _MOVEMENT_BYTES
 
 
 class RoundRecord(NamedTuple):

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 
 from aqg.core import server
-from aqg.core.arrays import map_arrays
+from aqg.core.downlink import Public
 from aqg.core.messages import Broadcast
-from aqg.core.public import Public, init_public
 from aqg.core.round import Clients, ClientState, respond
 from aqg.core.server import Model, ServerState
 from aqg.core.space import NumpySpace
-from aqg.core.types import Float64Array, IntArray
+from aqg.core.types import Float64Array, IntArray, map_arrays
 from aqg.protocol.log import Delivery
-from aqg.sim.late import Reply
 from aqg.sim.record import RoundRecord
 from aqg.sim.simulation import Simulation
+from aqg.sim.training import Reply
 from aqg.wire import decode, encode, known
 from aqg.wire.entry import decode_snapshot, follow_log
 
@@ -106,7 +105,7 @@ class ReferenceSimulation(Simulation):
         self.clients = [map_arrays(itemgetter(row), clients) for row in rows]
         peers = [server.Peer(client.track) for client in self.clients]
         self.server = server.join_server(model, peers)
-        first = init_public(self.recipe, self.problem.initial_params)
+        first = Public.first(self.recipe, self.problem.initial_params)
         held = first if self._forgets else self.server.public
         self.models = [held] * len(self.clients)
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid
-from aqg.core.kernels import Innovation
+from aqg.core.grids import MAX_RADIUS, MIN_STEP, Grid, Innovation
 from aqg.core.messages import AnyUpload
 from aqg.core.quantizers import GridQuantizer, Quantizer
 from aqg.core.space import NumpySpace, as_index
@@ -194,7 +193,7 @@ class TorchBackend(NumpySpace):
 
 
 def measure_rows(rows: Tensor, grid: Grid, max_width: int) -> Innovation:
-    """Compute `aqg.core.kernels.measure` with torch; one transfer brings all results back."""
+    """Compute `aqg.core.grids.measure` with torch; one transfer brings all results back."""
     return read_statistics(statistics(rows, grid, max_width).cpu().numpy(), max_width)
 
 
@@ -231,7 +230,7 @@ def read_statistics(table: Float64Array, max_width: int) -> Innovation:
 
 
 def _grid_steps(grid: Grid, max_width: int, radius: Tensor, mean_abs: Tensor) -> Tensor:
-    """Return the steps of `aqg.core.kernels` for all rows and widths, ``(M, b_max)``."""
+    """Return the steps of `aqg.core.grids` for all rows and widths, ``(M, b_max)``."""
     widths = range(1, max_width + 1)
     if grid is Grid.MIDRISE:
         counts = [(1 << width) - 1 for width in widths]
@@ -252,7 +251,7 @@ def _constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _quantized_values(rows: Tensor, grid: Grid, steps: Tensor) -> Tensor:
     """Return ``Q_b(Δ)`` for all widths, ``(M, b_max, n)``."""
-    # Never above the true inverse, as in `aqg.core.kernels._inverse_below`.
+    # Never above the true inverse, as in `aqg.core.grids._inverse_below`.
     inverses = torch.where(steps > 0, 1.0 / steps, 0.0).to(rows.dtype)
     inverses = torch.nextafter(inverses, torch.zeros_like(inverses))
     columns = steps.to(rows.dtype)[..., None]

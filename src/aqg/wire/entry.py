@@ -1,6 +1,6 @@
 """What leads a client to the public model: entries of its log, sums of entries, and snapshots.
 
-An entry moves the public model (`aqg.core.public`) from one round to the next. Where nothing is
+An entry moves the public model (`aqg.core.downlink`) from one round to the next. Where nothing is
 said it is one byte: the model moves by its velocity. A client that holds round ``k`` receives all
 entries since, in one frame. Where the model lies on an exact grid entries can be added up, and are
 sent as one where that is shorter. A snapshot is for clients that have missed too much: its reader
@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from aqg.core.downlink import Entry, Merged, Public, advance, follow_merged
 from aqg.core.grids import Grid, snap
 from aqg.core.messages import Upload
-from aqg.core.public import Entry, Merged, Public, advance, follow_merged
 from aqg.core.recipe import Movement
 from aqg.core.track import MAX_DIRECTION, Change, Part, Track
 from aqg.core.types import ByteArray, Float64Array, FloatArray
@@ -113,7 +113,7 @@ def follow_log(data: bytes, public: Public, movement: Movement, in_place: bool =
     """Return the public model after the entries of a frame; the old one is left as it was.
 
     Raises `WireError` on a frame that is damaged, of another round, or not of this model. With
-    ``in_place`` the old one is given away, as in `aqg.core.public.advance`, then, too.
+    ``in_place`` the old one is given away, as in `aqg.core.downlink.advance`, then, too.
     """
     is_merged, rounds, reader = _open(data)
     if rounds.start != public.round:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aqg.core.grids import Grid, is_valid_step, level_dtype, num_levels
-from aqg.core.messages import DenseUpload, Message, Skip, Upload, is_message
+from aqg.core.messages import DenseUpload, Message, Skip, Upload
 from aqg.core.track import Track
 from aqg.core.types import ByteArray, FloatArray, Int8Array, Levels, is_whole
 from aqg.errors import MessageError, WireError
@@ -53,7 +53,7 @@ def encode(message: Message, *, known: Known | None = None, threads: int | None 
     >>> encode(Skip()).hex()
     '20'
     """
-    if not is_message(message):
+    if not isinstance(message, Message):
         raise MessageError(f"a {type(message).__name__} is no message; there is no frame for it")
     if isinstance(message, Skip):
         return bytes([_first_byte(Mode.SKIP)])
