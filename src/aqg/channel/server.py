@@ -2,8 +2,8 @@
 
 What of the difference between the model and its public copy is sent: a change of few coordinates,
 as sparse replies make it, is answered in kind, by the largest coordinates of the difference as
-sparse ternary, while that leaves the copy near the model (`FARTHEST`). Clients whose copy falls
-back farther go on correcting what the model has long had, and it swings. Any other change is
+sparse ternary, while that leaves the copy within `FARTHEST` steps of the model. Clients whose copy
+falls back farther go on correcting what the model has long had, and it swings. Any other change is
 quantized with the fewest bits that bring the copy within a tolerance of the model. What is left out
 stays in the difference.
 """
@@ -70,10 +70,8 @@ _FEWEST = 32
 _SPARSE = 8
 """An entry with fewer than one coordinate in so many is sparse."""
 _SPACE = NumpySpace(in_place=True)
-FARTHEST = 4.0
+FARTHEST = 1.0
 """How far a sparse entry may leave the copy from the model, squared, in squared steps of it."""
-_FARTHEST_OF_MIRRORS = 1.0
-"""Likewise where nodes keep mirrors, for strategies that look at single replies."""
 _ROUNDING = 64.0
 """Averages of equal numbers are off by less than this many units in the last place."""
 _GRID_SHARE = 0.25
@@ -481,12 +479,10 @@ class Channel:
             self._squares.appendleft(square)
             movement = sum(self._squares) / len(self._squares)
             count = self._num_published(num_changed, len(copy.vector))
-            is_single = self._recipe.memory.keeps_mirror
-            farthest = (_FARTHEST_OF_MIRRORS if is_single else FARTHEST) * movement
             gap = flatten(values, specs)  # what the public copy lacks
             gap -= copy.vector
             upload, self.fault = condense(
-                gap, count, farthest, movement, copy.version, self._settings.downlink
+                gap, count, movement, copy.version, self._settings.downlink
             )
             entry = entry_of(copy.public, upload, gap)
             del gap, upload
@@ -611,18 +607,13 @@ def measure_change(
 
 
 def condense(
-    gap: FloatArray,
-    count: int | None,
-    farthest: float,
-    movement: float,
-    version: int,
-    downlink: Condensed,
+    gap: FloatArray, count: int | None, movement: float, version: int, downlink: Condensed
 ) -> tuple[AnyUpload | None, str]:
     """Return what is to be added to the public copy, None for nothing; and what is wrong, if any.
 
     The ``gap``, the strategy's model less the public copy, is left as it was; ``count`` is that of
-    a sparse entry's coordinates, None for one that is not, ``farthest`` what it may leave out,
-    squared, and ``movement`` the mean ``‖θ^{k+1} - θ^k‖²`` of the last steps.
+    a sparse entry's coordinates, None for one that is not, and ``movement`` the mean
+    ``‖θ^{k+1} - θ^k‖²`` of the last steps.
     """
     if count is not None:
         kept = largest_of(gap, min(count, len(gap)))
@@ -632,7 +623,7 @@ def condense(
         whole = gap[kept]
         value = value_table(sparse.grid, sparse.width, sparse.step, gap.dtype.type)
         gap[kept] -= value[sparse.levels[kept]]
-        is_near = squared_norm(gap) <= farthest
+        is_near = squared_norm(gap) <= FARTHEST * movement
         gap[kept] = whole
         if is_near:
             return sparse, ""
