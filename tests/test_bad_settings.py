@@ -124,7 +124,7 @@ SPECS = {
     objective: {
         "": "unknown model ''; choose from cnn, resnet8",
         "mlp": "model 'mlp' needs a value, as in mlp:HIDDEN",
-        "mlp:0": "model is 'mlp:0'; a layer has at least 1 unit",
+        "mlp:0": "option hidden of model 'mlp' is 0; it must be at least 1",
         "mlp:2.5": "option hidden of model 'mlp' is '2.5'; it must be a whole number",
         "softmax:3": "model 'softmax' has no option '3'; it has: none",
     },
@@ -132,7 +132,7 @@ SPECS = {
         "IID": "unknown partition 'IID'; choose from iid, label, source, natural, dirichlet",
         "iid:1": "partition 'iid' has no option '1'; it has: none",
         "source:mixed": "partition 'source' has no option 'mixed'; it has: shuffled",
-        "shards:0": "partition is 'shards:0'; the number must be at least 1",
+        "shards:0": "the number in shards:K is 0; it must be at least 1",
         "shards:1.5": "of partition 'shards' is '1.5'; it must be a whole number",
         **{f"dirichlet:{x}": "must be above 0 and at most 1e+09" for x in ("0", "nan", "1e10")},
     },

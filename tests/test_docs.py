@@ -295,7 +295,7 @@ def test_the_numbers_of_the_default_and_of_adaptive_steps_are_those_of_the_code(
     assert RATIO == AWAY == 0.5
     assert SHARE == 0.75
     assert "three quarters of the\nenergy" in page
-    assert "`½·√p` times as many as a mean upload has" in page
+    assert "`√p` times as many as a mean upload has" in page
 
     text = " ".join(TEXTS[ROOT / "docs/explanation/step-size.md"].split())
     rule = DistanceOverGradients()
