@@ -150,5 +150,4 @@ print("ok")
 
 @pytest.mark.soak
 def test_warm_up_compiles_everything():
-    root = Path(__file__).parents[2]
-    assert run(sys.executable, "-W", "error", "-c", SCRIPT, cwd=root) == "ok\n"
+    assert run(sys.executable, "-W", "error", "-c", SCRIPT, cwd=ROOT) == "ok\n"
