@@ -156,7 +156,7 @@ class MomentumCorrection(Stage):
     """
 
     momentum: float
-    name: ClassVar[str] = "feedback"
+    name: ClassVar[str] = "feedback"  # what it keeps must not be lost, as with `ErrorFeedback`
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
